@@ -1,0 +1,1 @@
+"""Timing of kernels: correctness first, then medians, one JSONL schema."""
