@@ -1,0 +1,1 @@
+"""Pictures, the HTML report and the demo that fills them."""
