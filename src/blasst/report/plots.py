@@ -259,9 +259,9 @@ def skipped_mass_figure(histograms: Sequence[Row]) -> Figure:
         for index, row in enumerate(own):
             counts = np.asarray(row["counts"], dtype=np.float64)
             total = counts.sum() + row["below"]
-            label = (
-                f"{row['target']:.0%}, {length_label(row['seqlen'])}; {row['below'] / max(1.0, total):.0%}"
-            )
+            outside = row["below"] / max(1.0, total)
+            label = f"{row['target']:.0%}, {length_label(row['seqlen'])}; {outside:.0%}"
+            highest = max(highest, float(counts.max()) / max(1.0, total))
             ax.stairs(
                 counts / max(1.0, total),
                 row["edges"],
