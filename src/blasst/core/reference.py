@@ -1,0 +1,390 @@
+"""The oracle: what the specification says, tile by tile, in float64 or any other dtype.
+
+Written for reading, not for speed. Every kernel is compared with it: kept tiles as sets, outputs within the
+error of the same computation in the dtype of the inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blasst.core.problem import AttentionProblem
+from blasst.core.sequences import (
+    SequenceView,
+    anchor_tiles,
+    map_shape,
+    split_sequences,
+    visible_range,
+    visited_tiles,
+    visiting_order,
+)
+from blasst.core.threshold import effective_log_threshold
+from blasst.core.types import (
+    DECODE_TILE,
+    PREFILL_TILE,
+    Phase,
+    SkipCounts,
+    TileShape,
+    VisitingOrder,
+    group_of_key,
+)
+from blasst.core.values import weighted_values
+
+
+class ReferenceOutput(NamedTuple):
+    """Everything the reference knows about a call.
+
+    Attributes:
+        out: (batch, seqlen_q, num_heads, head_dim_v) or packed, in the dtype of the computation.
+        lse: natural log-sum-exp of kept tiles and sink; (batch, num_heads, seqlen_q), packed (num_heads, total_q).
+        counts: skipped and visited tiles.
+        mass_bound: upper bound of skipped_mass, shape of lse.
+        kept_tiles: bool (batch, heads, query tiles, key tiles).
+        skipped_mass: true softmax weight of skipped keys, shape of lse.
+        margin: shape of kept_tiles; max over rows of tile_max minus the maximum that the rule compares with;
+            inf where a tile is kept at any threshold, nan where it is not visited.
+    """
+
+    out: Tensor
+    lse: Tensor
+    counts: SkipCounts
+    mass_bound: Tensor
+    kept_tiles: Tensor
+    skipped_mass: Tensor
+    margin: Tensor
+
+
+@dataclass
+class _Rows:
+    """State of the rows of one query tile: (heads, rows), and (heads, rows, head_dim_v) for acc."""
+
+    row_max: Tensor
+    row_sum: Tensor
+    acc: Tensor
+    bound: Tensor  # D of the mass bound, relative to row_max
+    skipped: Tensor  # sum of exp(s - row_max) over skipped keys
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    threshold: float | Tensor | None = None,
+    phase: Phase = "prefill",
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    max_skipped_mass: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    tile: TileShape | None = None,
+    order: VisitingOrder = "sink_first",
+    kept_tiles: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> ReferenceOutput:
+    """Attention by the specification, with everything it knows.
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim), or packed (total_q, num_heads, head_dim) with cu_seqlens_q.
+        k: (batch, seqlen_k, num_kv_heads, head_dim), packed, or pages (num_pages, page_size, ...).
+        v: like k with head_dim_v.
+        threshold: in [0, 1], float or (batch,); None = dense.
+        phase: "prefill" (running maximum) or "decode" (anchors).
+        causal: bottom-right aligned.
+        softmax_scale: factor on q . k; default head_dim ** -0.5.
+        window_size: (left, right), -1 = unlimited.
+        softcap: cap * tanh(score / cap); 0 = none.
+        sinks: (num_heads,) logits, or None.
+        max_skipped_mass: error budget in (0, 1), or None.
+        cu_seqlens_q: (batch + 1,) for packed q.
+        cu_seqlens_k: (batch + 1,) for packed k, or lengths of pages.
+        seqused_k: (batch,) key slots in use.
+        leftpad_k: (batch,) first valid key slot.
+        block_table: (batch, max_pages).
+        tile: vote shape; default the serving shape of the phase.
+        order: visiting order of prefill.
+        kept_tiles: a map to follow instead of deciding (True = keep).
+        dtype: dtype of the whole computation.
+
+    Returns:
+        ReferenceOutput.
+
+    Source: BLASST Algorithm 1 with the choices of docs/method.md.
+    """
+    max_q = q.shape[1] if cu_seqlens_q is None else _longest(cu_seqlens_q)
+    if block_table is not None:
+        max_k = block_table.shape[1] * k.shape[1]
+    else:
+        max_k = k.shape[1] if cu_seqlens_k is None else _longest(cu_seqlens_k)
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    if threshold is not None:
+        threshold = torch.as_tensor(threshold, dtype=torch.float64, device=q.device).expand(batch)
+    problem = AttentionProblem(
+        q=q,
+        k=k,
+        v=v,
+        phase=phase,
+        threshold=threshold,
+        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        sinks=sinks,
+        max_skipped_mass=max_skipped_mass,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
+        block_table=block_table,
+        max_seqlen_q=max_q,
+        max_seqlen_k=max_k,
+    )
+    return run_reference(problem, tile=tile, order=order, kept_tiles=kept_tiles, dtype=dtype)
+
+
+def _longest(cu_seqlens: Tensor) -> int:
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    return int(lengths.max()) if lengths.numel() else 0
+
+
+def run_reference(
+    problem: AttentionProblem,
+    *,
+    tile: TileShape | None = None,
+    order: VisitingOrder = "sink_first",
+    kept_tiles: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> ReferenceOutput:
+    """`reference_attention` on a canonical problem."""
+    tile = tile or (PREFILL_TILE if problem.phase == "prefill" else DECODE_TILE)
+    shape, device = map_shape(problem, tile), problem.q.device
+    head_rows = problem.q.shape[:-1]  # (batch, seqlen_q, heads) or (total_q, heads)
+    out = torch.zeros(*head_rows, problem.head_dim_v, dtype=dtype, device=device)
+    lse = torch.full(head_rows, -math.inf, dtype=dtype, device=device)
+    mass_bound, skipped_mass = torch.zeros_like(lse), torch.zeros_like(lse)
+    kept = torch.zeros(shape, dtype=torch.bool, device=device)
+    margin = torch.full(shape, math.nan, dtype=dtype, device=device)
+    skipped = torch.zeros(shape[:2], dtype=torch.int64, device=device)
+    visited = torch.zeros_like(skipped)
+
+    for sequence in split_sequences(problem):
+        b = sequence.index
+        solver = _SequenceSolver(problem, sequence, tile, order, dtype)
+        given = None if kept_tiles is None else kept_tiles[b]
+        place = (sequence.rows,) if problem.packed else (b, sequence.rows)
+        for i in range(solver.num_query_tiles):
+            row_ids, head_ids = solver.rows_of(i)
+            state = solver.solve(i, given, kept[b, :, i], margin[b, :, i])
+            valid = solver.row_valid(i)
+            visited[b] += len(solver.tiles_of(i))
+            skipped[b] += len(solver.tiles_of(i)) - kept[b, :, i].sum(-1)
+            norm = torch.where(state.row_sum == 0, torch.ones_like(state.row_sum), state.row_sum)
+            values = (
+                (out, state.acc / norm[..., None]),
+                (lse, state.row_max + state.row_sum.log()),
+                (mass_bound, _share(state.bound, state.row_sum)),
+                (skipped_mass, _share(state.skipped, state.row_sum)),
+            )
+            for target, value in values:
+                target[place][row_ids[:, valid], head_ids[:, valid]] = value[:, valid]
+    axes = (1, 0) if problem.packed else (0, 2, 1)
+    return ReferenceOutput(
+        out,
+        lse.permute(axes),
+        SkipCounts(skipped, visited),
+        mass_bound.permute(axes),
+        kept,
+        skipped_mass.permute(axes),
+        margin,
+    )
+
+
+def _share(part: Tensor, rest: Tensor) -> Tensor:
+    """part / (part + rest), 0 where nothing was left out (also for rows without keys)."""
+    return torch.where(part == 0, torch.zeros_like(part), part / (part + rest))
+
+
+class _SequenceSolver:
+    """Rows of one sequence, grouped into the query tiles that vote together."""
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        sequence: SequenceView,
+        tile: TileShape,
+        order: VisitingOrder,
+        dtype: torch.dtype,
+    ) -> None:
+        self.problem, self.tile, self.order = problem, tile, order
+        self.seqlen_q, num_heads = sequence.q.shape[:2]
+        self.seqlen_k, num_kv_heads = sequence.k.shape[:2]
+        self.group = num_heads // num_kv_heads
+        self.q = sequence.q.to(dtype)
+        per_head = 1 if tile.query is None else self.group
+        self.k = sequence.k.to(dtype).transpose(0, 1).repeat_interleave(per_head, dim=0)  # (heads, keys, dim)
+        self.v = sequence.v.to(dtype).transpose(0, 1).repeat_interleave(per_head, dim=0)
+        self.sinks = None if problem.sinks is None else problem.sinks.to(dtype)
+        self.num_query_tiles = (
+            min(1, self.seqlen_q) if tile.query is None else -(-self.seqlen_q // tile.query)
+        )
+        self.log_threshold: Tensor | None = None
+        if problem.threshold is not None:
+            self.log_threshold = effective_log_threshold(problem.threshold)[sequence.index].to(dtype)
+
+    def rows_of(self, i: int) -> tuple[Tensor, Tensor]:
+        """Row and head numbers (heads that vote, rows) of query tile i; rows past the end are clamped."""
+        device = self.q.device
+        if self.tile.query is None:
+            row = torch.arange(self.seqlen_q, device=device).repeat_interleave(self.group)
+            head = torch.arange(self.group, device=device).repeat(self.seqlen_q)
+            first_head = torch.arange(self.k.shape[0], device=device)[:, None] * self.group
+            return row.expand(self.k.shape[0], -1), first_head + head
+        row = torch.arange(i * self.tile.query, (i + 1) * self.tile.query, device=device)
+        row = row.clamp(max=self.seqlen_q - 1)
+        heads = torch.arange(self.k.shape[0], device=device)[:, None]
+        return row.expand(self.k.shape[0], -1), heads.expand(-1, row.numel())
+
+    def row_valid(self, i: int) -> Tensor:
+        """Which rows of query tile i lie inside the sequence."""
+        if self.tile.query is None:
+            return torch.ones(self.seqlen_q * self.group, dtype=torch.bool, device=self.q.device)
+        first = i * self.tile.query
+        return torch.arange(first, first + self.tile.query, device=self.q.device) < self.seqlen_q
+
+    def _ranges(self, i: int) -> tuple[Tensor, Tensor]:
+        """Visible key range of each row; padding rows see nothing."""
+        rows = self.rows_of(i)[0][0] if self.k.shape[0] else torch.zeros(0, dtype=torch.int64)
+        begin, end = visible_range(
+            rows, self.seqlen_q, self.seqlen_k, self.problem.causal, self.problem.window_size
+        )
+        return begin, torch.where(self.row_valid(i), end, begin)
+
+    def tiles_of(self, i: int) -> range:
+        """Visited key tiles of query tile i."""
+        return visited_tiles(*self._ranges(i), self.tile.key)
+
+    def _scores(self, i: int) -> Tensor:
+        """Scaled and capped scores (heads, rows, keys) of query tile i, not masked yet."""
+        row, head = self.rows_of(i)
+        scores = self.q[row, head] @ self.k.transpose(1, 2) * self.problem.softmax_scale
+        cap = self.problem.softcap
+        return torch.tanh(scores / cap) * cap if cap > 0 else scores
+
+    def solve(self, i: int, given: Tensor | None, kept: Tensor, margin: Tensor) -> _Rows:
+        """Visit the tiles of query tile i; fills kept and margin (heads, key tiles) in place."""
+        begin, end = self._ranges(i)
+        key = torch.arange(self.seqlen_k, device=self.q.device)
+        visible = (key >= begin[:, None]) & (key < end[:, None])  # (rows, keys)
+        scores = torch.where(visible, self._scores(i), -math.inf)
+        state = self._start(scores, i)
+        tiles = visited_tiles(begin, end, self.tile.key)
+        decode = self.problem.phase == "decode"
+        anchors = anchor_tiles(begin, end, self.tile.key) if decode else set()
+        anchor = _AnchorState.of(scores, visible, state.row_max, anchors, self.tile.key) if decode else None
+
+        for j in visiting_order(tiles, "ascending" if decode else self.order):
+            columns = slice(j * self.tile.key, (j + 1) * self.tile.key)
+            s, seen = scores[..., columns], visible[:, columns]
+            compare = state.row_max if anchor is None else anchor.row_max
+            gap, agree = self._vote(s, seen, compare)
+            skip = agree & (j not in anchors)
+            margin[:, j] = math.inf if j in anchors else gap
+            if self.problem.max_skipped_mass is not None:
+                skip &= self._affordable(s, seen, state, anchor)
+            if given is not None:
+                skip = ~given[:, i, j]
+            kept[:, j] = ~skip
+            self._update(state, s, seen, self.v[:, columns], skip)
+        return state
+
+    def _start(self, scores: Tensor, i: int) -> _Rows:
+        heads, rows = scores.shape[:2]
+        row_max = scores.new_full((heads, rows), -math.inf)
+        row_sum = scores.new_zeros((heads, rows))
+        if self.sinks is not None:
+            row_max = self.sinks[self.rows_of(i)[1]].clone()
+            row_sum = (row_max > -math.inf).to(scores.dtype)
+        acc = scores.new_zeros((heads, rows, self.v.shape[-1]))
+        return _Rows(row_max, row_sum, acc, torch.zeros_like(row_max), torch.zeros_like(row_max))
+
+    def _vote(self, s: Tensor, seen: Tensor, compare: Tensor) -> tuple[Tensor, Tensor]:
+        """Margin of the tile and whether every row agrees to skip it, per head."""
+        tile_max = s.amax(-1)
+        concerned = seen.any(-1)
+        gap = (tile_max - compare).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+        gap = torch.where(concerned, gap, -math.inf).amax(-1)
+        if self.log_threshold is None:
+            return gap, torch.zeros_like(gap, dtype=torch.bool)
+        agree = (tile_max < compare + self.log_threshold) | ~concerned
+        return gap, agree.all(-1)
+
+    def _affordable(self, s: Tensor, seen: Tensor, state: _Rows, anchor: _AnchorState | None) -> Tensor:
+        """Whether the error budget of every row allows the skip, per head."""
+        eps = self.problem.max_skipped_mass or 0.0
+        concerned = seen.any(-1)
+        if anchor is None:
+            afford = state.bound + _tile_bound(s, seen, state.row_max) <= eps * state.row_sum
+        else:
+            share = eps * anchor.row_sum * seen.sum(-1) / anchor.rest.clamp(min=1)
+            afford = _tile_bound(s, seen, anchor.row_max) <= share
+        return (afford | ~concerned).all(-1)
+
+    def _update(self, state: _Rows, s: Tensor, seen: Tensor, v: Tensor, skip: Tensor) -> None:
+        """Online softmax of the heads that keep the tile; mass accounting of those that skip it."""
+        skip = skip[:, None]
+        new_max = torch.where(skip, state.row_max, torch.maximum(state.row_max, s.amax(-1)))
+        safe = torch.where(new_max == -math.inf, torch.zeros_like(new_max), new_max)
+        rescale = torch.where(new_max == state.row_max, 1.0, (state.row_max - safe).exp())
+        weight = torch.where(seen, (s - safe[..., None]).exp(), 0.0)
+        kept_weight = torch.where(skip[..., None], 0.0, weight)
+        state.row_sum = state.row_sum * rescale + kept_weight.sum(-1)
+        tile_acc = torch.where(skip[..., None], 0.0, weighted_values(weight, v, seen))
+        state.acc = state.acc * rescale[..., None] + tile_acc
+        bound = torch.where(skip, _tile_bound(s, seen, safe), 0.0)
+        state.bound = state.bound * rescale + bound
+        state.skipped = state.skipped * rescale + torch.where(skip, weight.sum(-1), 0.0)
+        state.row_max = new_max
+
+
+@dataclass(frozen=True)
+class _AnchorState:
+    """What the anchor tiles say: (heads, rows) maximum and sum, (rows,) keys outside them."""
+
+    row_max: Tensor
+    row_sum: Tensor
+    rest: Tensor
+
+    @staticmethod
+    def of(scores: Tensor, visible: Tensor, start: Tensor, anchors: set[int], tile_key: int) -> _AnchorState:
+        tile_of_key = torch.arange(scores.shape[-1], device=scores.device) // tile_key
+        inside = torch.isin(tile_of_key, torch.tensor(sorted(anchors), device=scores.device)) & visible
+        row_max = start
+        if scores.shape[-1]:
+            row_max = torch.maximum(start, torch.where(inside, scores, -math.inf).amax(-1))
+        safe = torch.where(row_max == -math.inf, torch.zeros_like(row_max), row_max)
+        weight = torch.where(inside, (scores - safe[..., None]).exp(), 0.0)
+        row_sum = weight.sum(-1) + torch.where(start == -math.inf, 0.0, (start - safe).exp())
+        return _AnchorState(row_max, row_sum, (visible & ~inside).sum(-1))
+
+
+def _tile_bound(s: Tensor, seen: Tensor, compare: Tensor) -> Tensor:
+    """Sum over groups of 8 keys of n_visible * exp(group_max - compare), (heads, rows)."""
+    group = group_of_key(-(-s.shape[-1] // 32) * 32)[: s.shape[-1]].to(s.device)
+    num_groups = int(group.max()) + 1
+    none = seen.new_zeros((seen.shape[0], num_groups), dtype=torch.int64)
+    count = none.scatter_add(1, group.expand(seen.shape[0], -1), seen.long())
+    start = s.new_full((*s.shape[:-1], num_groups), -math.inf)
+    group_max = start.scatter_reduce(-1, group.expand_as(s), s, "amax")
+    bound = count * (group_max - compare[..., None]).exp()
+    return torch.where(count > 0, bound, 0.0).sum(-1)

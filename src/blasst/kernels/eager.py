@@ -1,0 +1,438 @@
+"""Tile skipping with torch operations alone: any device, and skipped tiles cost no exp and no P.V.
+
+One query tile at a time meets all its keys: scores (heads, rows, keys) in float32, their maximum per key
+tile, then the rule. A skipped tile never holds a new row maximum, so the running maximum of every tile is a
+cumulative maximum in visiting order and all decisions of a query tile are taken at once. Only the scores of
+kept tiles are then gathered, exponentiated and multiplied with V. Memory: rows of one query tile times keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blasst.core.problem import AttentionProblem
+from blasst.core.sequences import (
+    SequenceView,
+    anchor_tiles,
+    map_shape,
+    split_sequences,
+    visible_range,
+    visited_tiles,
+    visiting_order,
+)
+from blasst.core.threshold import effective_log_threshold
+from blasst.core.types import (
+    DECODE_TILE,
+    PREFILL_TILE,
+    AttentionOutput,
+    SkipCounts,
+    TileShape,
+    VisitingOrder,
+    num_tiles,
+)
+from blasst.core.values import weighted_values
+
+_LOWEST = -math.inf
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Scores of one query tile against its visited key tiles.
+
+    Attributes:
+        tiles: visited key tiles.
+        scores: float32 (heads that vote, rows, tiles * tile.key), invisible = -inf.
+        tile_max: (heads, rows, tiles).
+        concerned: (rows, tiles) whether the row sees a key of the tile.
+        compare: (heads, rows, tiles) what the rule compares with: running maximum or anchor maximum.
+        anchor: (tiles,) bool, or None in prefill.
+        start: (heads, rows) sink logit or -inf.
+        begin: (rows,) first visible key.
+        end: (rows,) one past the last visible key.
+    """
+
+    tiles: range
+    scores: Tensor
+    tile_max: Tensor
+    concerned: Tensor
+    compare: Tensor
+    anchor: Tensor | None
+    start: Tensor
+    begin: Tensor
+    end: Tensor
+
+    def margin(self) -> Tensor:
+        """(heads, tiles): the tile is skipped at a threshold t iff its margin < ln(t)."""
+        gap = (self.tile_max - self.compare).nan_to_num(nan=math.inf, posinf=math.inf, neginf=_LOWEST)
+        gap = gap.masked_fill(~self.concerned, _LOWEST).amax(1)
+        return gap if self.anchor is None else gap.masked_fill(self.anchor, math.inf)
+
+    def kept(self, log_threshold: Tensor | None) -> Tensor:
+        """(heads, tiles): the rule, strict and safe for infinities; NaN keeps."""
+        if log_threshold is None:
+            return torch.ones_like(self.tile_max[:, 0], dtype=torch.bool)
+        agree = (self.tile_max < self.compare + log_threshold) | ~self.concerned
+        kept = ~agree.all(1)
+        return kept if self.anchor is None else kept | self.anchor
+
+    def visible(self, tile_key: int) -> Tensor:
+        """(rows, tiles * tile_key) bool."""
+        first = self.tiles.start * tile_key
+        key = torch.arange(first, first + len(self.tiles) * tile_key, device=self.scores.device)
+        return (key >= self.begin[:, None]) & (key < self.end[:, None])
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """Keys and values of one sequence, laid out for matmul and padded to whole tiles with zeros."""
+
+    k: Tensor  # (num_kv_heads, padded keys, head_dim) float32
+    v: Tensor  # (num_kv_heads, padded keys, head_dim_v) float32, or empty when only scores are wanted
+    v_finite: bool
+    seqlen_q: int
+    seqlen_k: int
+    tile: TileShape
+    softmax_scale: float
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    sinks: Tensor | None
+    order: VisitingOrder
+
+    @staticmethod
+    def of(problem: AttentionProblem, view: SequenceView, tile: TileShape) -> _Sequence:
+        return _Sequence.build(view.q, view.k, view.v, problem, tile)
+
+    @staticmethod
+    def build(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        problem: AttentionProblem | _ScoreOptions,
+        tile: TileShape,
+        order: VisitingOrder = "sink_first",
+    ) -> _Sequence:
+        spare = -k.shape[0] % tile.key
+        keys = torch.nn.functional.pad(k.transpose(0, 1).float(), (0, 0, 0, spare))
+        values = keys[:, :0]
+        if v is not None:
+            values = torch.nn.functional.pad(v.transpose(0, 1).float(), (0, 0, 0, spare))
+        return _Sequence(
+            keys,
+            values,
+            bool(values.isfinite().all()),
+            q.shape[0],
+            k.shape[0],
+            tile,
+            problem.softmax_scale,
+            problem.causal,
+            problem.window_size,
+            problem.softcap,
+            problem.sinks,
+            order,
+        )
+
+    def score(self, q: Tensor, first_row: int) -> _Scored | None:
+        """Scores of the rows of one query tile.
+
+        Args:
+            q: (rows, num_heads, head_dim) the rows, from first_row on.
+            first_row: number of the first of them in the sequence.
+
+        Returns:
+            None when no row sees a key.
+        """
+        rows, num_heads = q.shape[:2]
+        num_kv_heads = self.k.shape[0]
+        group, decode = num_heads // num_kv_heads, self.tile.query is None
+        row = torch.arange(first_row, first_row + rows)
+        begin, end = visible_range(row, self.seqlen_q, self.seqlen_k, self.causal, self.window_size)
+        tiles = visited_tiles(begin, end, self.tile.key)
+        if len(tiles) == 0:
+            return None
+        columns = slice(tiles.start * self.tile.key, tiles.stop * self.tile.key)
+        # rows of a KV head: (row, group member) in decode, where they vote together; else (member, row)
+        grouped = q.float().reshape(rows, num_kv_heads, group, -1)
+        grouped = grouped.permute((1, 0, 2, 3) if decode else (1, 2, 0, 3)).reshape(
+            num_kv_heads, rows * group, -1
+        )
+        scores = torch.matmul(grouped * self.softmax_scale, self.k[:, columns].transpose(1, 2))
+        if self.softcap > 0:
+            scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        sink = self._sink_of_rows(rows, num_kv_heads, group, decode)
+        if decode:
+            begin, end = begin.repeat_interleave(group), end.repeat_interleave(group)
+        else:
+            scores = scores.view(num_heads, rows, -1)
+        return self._with_rule(scores, tiles, begin, end, sink)
+
+    def _sink_of_rows(self, rows: int, num_kv_heads: int, group: int, decode: bool) -> Tensor:
+        if self.sinks is None:
+            shape = (num_kv_heads, rows * group) if decode else (num_kv_heads * group, rows)
+            return self.k.new_full(shape, _LOWEST)
+        sinks = self.sinks.float()
+        if decode:
+            return sinks.view(num_kv_heads, 1, group).expand(-1, rows, -1).reshape(num_kv_heads, -1)
+        return sinks[:, None].expand(-1, rows)
+
+    def _with_rule(self, scores: Tensor, tiles: range, begin: Tensor, end: Tensor, start: Tensor) -> _Scored:
+        """Mask the edge tiles and find what the rule compares each tile with."""
+        size, device = self.tile.key, scores.device
+        first = tiles.start * size
+        host_begin, host_end = begin, end
+        begin, end = begin.to(device), end.to(device)
+        whole_from = min(num_tiles(int(host_begin.max()), size), tiles.stop)
+        whole_to = max(int(host_end.min()) // size, tiles.start)
+        for edge in (slice(tiles.start, whole_from), slice(max(whole_to, whole_from), tiles.stop)):
+            if edge.start < edge.stop:
+                key = torch.arange(edge.start * size, edge.stop * size, device=device)
+                hidden = (key < begin[:, None]) | (key >= end[:, None])
+                scores[..., edge.start * size - first : edge.stop * size - first].masked_fill_(hidden, _LOWEST)
+        tile_max = scores.unflatten(-1, (-1, size)).amax(-1)
+        tile = torch.arange(tiles.start, tiles.stop, device=device)
+        concerned = (begin[:, None] < (tile + 1) * size) & (end[:, None] > tile * size)
+        concerned &= (begin < end)[:, None]
+        if self.tile.query is None:
+            anchors = anchor_tiles(host_begin, host_end, size)
+            anchor = torch.tensor([j in anchors for j in tiles], device=device)
+            top = tile_max[..., anchor].amax(-1)
+            compare = torch.maximum(top, start)[..., None].expand_as(tile_max)
+            return _Scored(tiles, scores, tile_max, concerned, compare, anchor, start, begin, end)
+        visit = torch.tensor(visiting_order(tiles, self.order), device=device) - tiles.start
+        seen = torch.cat([start[..., None], tile_max[..., visit[:-1]]], dim=-1)
+        compare = torch.empty_like(tile_max)
+        compare[..., visit] = seen.cummax(-1).values
+        return _Scored(tiles, scores, tile_max, concerned, compare, None, start, begin, end)
+
+
+@dataclass(frozen=True)
+class _ScoreOptions:
+    """The options of a problem that scores depend on, for counting without values."""
+
+    softmax_scale: float
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    sinks: Tensor | None
+
+
+def run(problem: AttentionProblem) -> AttentionOutput:
+    """Attention of a checked problem; reads lengths on the host, so it does not go into a CUDA graph."""
+    tile = PREFILL_TILE if problem.phase == "prefill" else DECODE_TILE
+    shape, device = map_shape(problem, tile), problem.q.device
+    out = problem.q.new_zeros(*problem.q.shape[:-1], problem.head_dim_v)
+    lse = torch.full(problem.q.shape[:-1], _LOWEST, dtype=torch.float32, device=device)
+    mass_bound = torch.zeros_like(lse)
+    kept_map = torch.zeros(shape, dtype=torch.bool, device=device) if problem.want_kept_tiles else None
+    skipped = torch.zeros(shape[:2], dtype=torch.int64, device=device)
+    visited = torch.zeros_like(skipped)
+    logs = None if problem.threshold is None else effective_log_threshold(problem.threshold)
+    if problem.sinks is not None:
+        lse[:] = problem.sinks.float()  # what a row without keys is left with
+
+    for view in split_sequences(problem):
+        b = view.index
+        sequence = _Sequence.of(problem, view, tile)
+        place = (view.rows,) if problem.packed else (b, view.rows)
+        log_threshold = None if logs is None else logs[b]
+        step = tile.query or max(sequence.seqlen_q, 1)
+        for first_row in range(0, sequence.seqlen_q, step):
+            rows = slice(first_row, first_row + step)
+            scored = sequence.score(view.q[rows], first_row)
+            if scored is None:
+                continue
+            kept = scored.kept(log_threshold)
+            if problem.max_skipped_mass is not None and log_threshold is not None:
+                kept = _within_budget(scored, kept, problem.max_skipped_mass, tile.key)
+            if kept_map is not None:
+                kept_map[b, :, first_row // step, scored.tiles.start : scored.tiles.stop] = kept
+            visited[b] += len(scored.tiles)
+            skipped[b] += len(scored.tiles) - kept.sum(-1)
+            part, part_lse = _attend(scored, kept, sequence)
+            out[place][rows] = _rows_first(part, problem, tile).to(out.dtype)
+            lse[place][rows] = _rows_first(part_lse, problem, tile)
+            if problem.want_mass_bound:
+                bound = _mass_bound(scored, kept, part_lse, tile.key)
+                mass_bound[place][rows] = _rows_first(bound, problem, tile)
+    axes = (1, 0) if problem.packed else (0, 2, 1)
+    return AttentionOutput(
+        out,
+        lse.permute(axes).contiguous(),
+        SkipCounts(skipped, visited) if problem.want_counts else None,
+        mass_bound.permute(axes).contiguous() if problem.want_mass_bound else None,
+        kept_map,
+    )
+
+
+def _rows_first(value: Tensor, problem: AttentionProblem, tile: TileShape) -> Tensor:
+    """(heads that vote, rows, ...) to (rows of the sequence, num_heads, ...)."""
+    if tile.query is not None:
+        return value.transpose(0, 1)
+    group = problem.num_heads // problem.num_kv_heads
+    return value.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
+
+
+def _attend(scored: _Scored, kept: Tensor, sequence: _Sequence) -> tuple[Tensor, Tensor]:
+    """Softmax and P.V over kept tiles: (heads, rows, head_dim_v) and lse (heads, rows)."""
+    size = sequence.tile.key
+    kept_max = scored.tile_max.masked_fill(~kept[:, None], _LOWEST).amax(-1)
+    row_max = torch.maximum(kept_max, scored.start)
+    safe = row_max.masked_fill(row_max == _LOWEST, 0.0)
+    columns = slice(scored.tiles.start * size, scored.tiles.stop * size)
+    v = sequence.v[:, columns]
+    group = scored.scores.shape[0] // v.shape[0]
+    seen = None if sequence.v_finite else scored.visible(size)
+    host_kept = kept.cpu()
+    if bool(host_kept.all()):
+        weight = scored.scores.sub_(safe[..., None]).exp_()
+        row_sum = weight.sum(-1)
+        if seen is None:
+            acc = torch.matmul(weight.view(v.shape[0], -1, weight.shape[-1]), v).view(*row_max.shape, -1)
+        else:
+            acc = weighted_values(weight, v.repeat_interleave(group, 0), seen)
+    else:
+        row_sum, acc = torch.zeros_like(row_max), row_max.new_zeros(*row_max.shape, v.shape[-1])
+        for head in range(scored.scores.shape[0]):
+            index = host_kept[head].nonzero().flatten().to(kept.device)
+            picked = scored.scores[head].unflatten(-1, (-1, size)).index_select(1, index)
+            weight = picked.sub_(safe[head, :, None, None]).exp_().flatten(1)
+            values = v[head // group].unflatten(0, (-1, size)).index_select(0, index).flatten(0, 1)
+            row_sum[head] = weight.sum(-1)
+            if seen is None:
+                acc[head] = weight @ values
+            else:
+                key_seen = seen.unflatten(-1, (-1, size)).index_select(1, index).flatten(1)
+                acc[head] = weighted_values(weight[None], values[None], key_seen)[0]
+    row_sum = row_sum + torch.where(scored.start == _LOWEST, 0.0, (scored.start - safe).exp())
+    norm = row_sum.masked_fill(row_sum == 0, 1.0)
+    return acc / norm[..., None], row_max + row_sum.log()
+
+
+def _group_view(value: Tensor, tile_key: int) -> Tensor:
+    """(..., tiles * tile_key) to (..., tiles, tile_key // 32, 4, 4, 2); axes -3 and -1 run inside a group."""
+    return value.unflatten(-1, (-1, tile_key // 32, 4, 4, 2))
+
+
+def _tile_bounds(scored: _Scored, compare: Tensor, tile_key: int) -> tuple[Tensor, Tensor]:
+    """Bound of each tile's mass relative to `compare` (heads, rows, tiles), and its visible keys (rows, tiles)."""
+    visible = scored.visible(tile_key)
+    count = _group_view(visible, tile_key).sum((-3, -1))
+    group_max = _group_view(scored.scores, tile_key).amax((-3, -1))
+    term = count * (group_max - compare[..., None, None]).exp()
+    bound = term.masked_fill(count == 0, 0.0).sum((-2, -1))
+    return bound, count.sum((-2, -1))
+
+
+def _mass_bound(scored: _Scored, kept: Tensor, lse: Tensor, tile_key: int) -> Tensor:
+    """D / (D + row_sum) per row, with D and row_sum both relative to lse (so row_sum = 1)."""
+    if bool(kept.all()):
+        return torch.zeros_like(lse)
+    bound, _ = _tile_bounds(scored, lse[..., None], tile_key)
+    total = bound.masked_fill(kept[:, None], 0.0).sum(-1)
+    return torch.where(total == 0, 0.0, total / (total + 1.0))
+
+
+def _within_budget(scored: _Scored, kept: Tensor, eps: float, tile_key: int) -> Tensor:
+    """Keep also what the error budget of some row does not allow to skip."""
+    bound, count = _tile_bounds(scored, scored.compare, tile_key)
+    if scored.anchor is not None:
+        anchor_max = scored.compare[..., :1]
+        safe = anchor_max.masked_fill(anchor_max == _LOWEST, 0.0)
+        weight = (scored.scores - safe).exp().unflatten(-1, (-1, tile_key)).sum(-1)
+        row_sum = weight.masked_fill(~scored.anchor, 0.0).sum(-1, keepdim=True)
+        row_sum = row_sum + torch.where(scored.start[..., None] == _LOWEST, 0.0, (scored.start[..., None] - safe).exp())
+        rest = count.masked_fill(scored.anchor, 0).sum(-1, keepdim=True).clamp(min=1)
+        afford = (bound <= eps * row_sum * count / rest) | ~scored.concerned
+        return kept | ~afford.all(1)
+    after = torch.maximum(scored.compare, scored.tile_max)
+    safe = after.masked_fill(after == _LOWEST, 0.0)
+    tile_sum = (scored.scores.unflatten(-1, (-1, tile_key)) - safe[..., None]).exp().sum(-1)
+    rescale = torch.where(scored.compare == after, 1.0, (scored.compare - safe).exp())
+    kept = kept.clone()
+    row_sum = (scored.start > _LOWEST).float()
+    skipped = torch.zeros_like(row_sum)
+    for j in visiting_order(range(len(scored.tiles)), "sink_first"):
+        afford = (skipped + bound[..., j] <= eps * row_sum) | ~scored.concerned[:, j]
+        kept[:, j] |= ~afford.all(1)
+        keep = kept[:, j, None]
+        skipped = torch.where(keep, skipped * rescale[..., j], skipped + bound[..., j])
+        row_sum = torch.where(keep, row_sum * rescale[..., j] + tile_sum[..., j], row_sum)
+    return kept
+
+
+def prefill_margins(
+    q: Tensor,
+    k: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    tile: TileShape = PREFILL_TILE,
+    order: VisitingOrder = "sink_first",
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Margins of every visited tile of one sequence, one query tile after the other.
+
+    A tile is skipped at a threshold t iff its margin < ln(t); inf where it is kept at any threshold.
+
+    Args:
+        q: (seqlen_q, num_heads, head_dim).
+        k: (seqlen_k, num_kv_heads, head_dim).
+        softmax_scale: factor on q . k.
+        causal: bottom-right aligned.
+        window_size: (left, right), -1 = unlimited.
+        softcap: 0 = none.
+        sinks: (num_heads,) or None.
+        tile: vote shape; tile.query rows vote together.
+        order: visiting order.
+
+    Yields:
+        (query tile, first visited key tile, margin float32 (num_heads, visited key tiles)).
+    """
+    if tile.query is None:
+        raise ValueError("tile.query: got None, prefill votes in tiles of a fixed number of rows")
+    options = _ScoreOptions(softmax_scale, causal, window_size, softcap, sinks)
+    sequence = _Sequence.build(q, k, None, options, tile, order)
+    for first_row in range(0, q.shape[0], tile.query):
+        scored = sequence.score(q[first_row : first_row + tile.query], first_row)
+        if scored is not None:
+            yield first_row // tile.query, scored.tiles.start, scored.margin()
+
+
+def decode_margins(
+    q: Tensor,
+    k: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    tile: TileShape = DECODE_TILE,
+) -> tuple[int, Tensor]:
+    """Margins of one decode step of one sequence against the anchor maximum; inf at anchor tiles.
+
+    Args:
+        q: (new tokens, num_heads, head_dim).
+        k: (seqlen_k, num_kv_heads, head_dim).
+        softmax_scale: factor on q . k.
+        causal: bottom-right aligned.
+        window_size: (left, right), -1 = unlimited.
+        softcap: 0 = none.
+        sinks: (num_heads,) or None.
+        tile: vote shape with query None.
+
+    Returns:
+        (first visited key tile, margin float32 (num_kv_heads, visited key tiles)).
+    """
+    options = _ScoreOptions(softmax_scale, causal, window_size, softcap, sinks)
+    scored = _Sequence.build(q, k, None, options, tile).score(q, 0)
+    if scored is None:
+        return 0, q.new_zeros(k.shape[1], 0, dtype=torch.float32)
+    return scored.tiles.start, scored.margin()
