@@ -1,0 +1,197 @@
+"""Dense and sparse times of the portable kernels on this device, correctness first."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blasst.bench.inputs import structured_inputs
+from blasst.bench.record import BenchmarkRow
+from blasst.bench.timing import interleaved
+from blasst.core.errors import BlasstError
+from blasst.core.reference import reference_attention
+from blasst.core.types import AttentionOutput, Phase
+from blasst.functional import blasst_attn_func, blasst_attn_with_kvcache
+
+DENSE_BASELINE = "torch sdpa"
+
+#: max|out - truth| <= 2 * (max|yardstick - truth| + eps * max|truth|); the yardstick is the reference in the
+#: input dtype, as FlashAttention's tests do.
+_ERROR_FACTOR = 2.0
+
+
+class WrongResultError(BlasstError):
+    """A kernel's output is outside its error budget; its time is not reported."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One shape to time.
+
+    Attributes:
+        phase: "prefill" (causal, seqlen rows) or "decode" (one new row).
+        seqlen: keys of a sequence.
+        batch: sequences.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_dim: size of a vector.
+    """
+
+    phase: Phase
+    seqlen: int
+    batch: int = 1
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 64
+
+    @property
+    def seqlen_q(self) -> int:
+        """Query rows."""
+        return self.seqlen if self.phase == "prefill" else 1
+
+    @property
+    def operations(self) -> float:
+        """Multiplications and additions of dense attention under this mask."""
+        visible = self.seqlen * (self.seqlen + 1) / 2 if self.phase == "prefill" else float(self.seqlen)
+        return 4.0 * self.batch * self.num_heads * visible * self.head_dim
+
+
+def _run(setting: Setting, qkv: tuple[Tensor, Tensor, Tensor], threshold: float | None) -> AttentionOutput:
+    """Our attention, for checking: with counts and kept tiles."""
+    if setting.phase == "prefill":
+        return blasst_attn_func(
+            *qkv, threshold=threshold, causal=True, return_counts=True, return_kept_tiles=True
+        )
+    return blasst_attn_with_kvcache(*qkv, threshold=threshold, return_counts=True, return_kept_tiles=True)
+
+
+def _call(
+    setting: Setting, qkv: tuple[Tensor, Tensor, Tensor], threshold: float | None
+) -> Callable[[], object]:
+    """Our attention, for timing: the output alone."""
+    if setting.phase == "prefill":
+        return lambda: blasst_attn_func(*qkv, threshold=threshold, causal=True)
+    return lambda: blasst_attn_with_kvcache(*qkv, threshold=threshold)
+
+
+def _sdpa(setting: Setting, qkv: tuple[Tensor, Tensor, Tensor]) -> Callable[[], Tensor]:
+    """torch's dense attention on the same tensors and mask."""
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    causal = setting.phase == "prefill"
+    return lambda: torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, enable_gqa=True
+    )
+
+
+def check_output(
+    setting: Setting, qkv: tuple[Tensor, Tensor, Tensor], got: AttentionOutput, threshold: float | None
+) -> float:
+    """Compare with the reference that follows the same kept tiles.
+
+    Args:
+        setting: the shape.
+        qkv: the inputs.
+        got: output with kept_tiles and counts.
+        threshold: the threshold it was computed with.
+
+    Returns:
+        max|out - truth|.
+
+    Raises:
+        WrongResultError: outside the error budget.
+    """
+    causal = setting.phase == "prefill"
+    truth, yardstick = (
+        reference_attention(
+            *qkv,
+            threshold=threshold,
+            phase=setting.phase,
+            causal=causal,
+            kept_tiles=got.kept_tiles,
+            dtype=dtype,
+        ).out.double()
+        for dtype in (torch.float64, qkv[0].dtype)
+    )
+    error = float((got.out.double() - truth).abs().max())
+    allowed = float((yardstick - truth).abs().max())
+    allowed += torch.finfo(qkv[0].dtype).eps * float(truth.abs().max())
+    if not error <= _ERROR_FACTOR * allowed:  # NaN fails too
+        raise WrongResultError(f"{setting}: error {error:.3g}, allowed {_ERROR_FACTOR * allowed:.3g}")
+    return error
+
+
+def measure(
+    setting: Setting,
+    thresholds: Sequence[float],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    repeats: int = 5,
+) -> list[BenchmarkRow]:
+    """Check, then time, torch's dense attention, ours at threshold 0, and ours at each threshold.
+
+    Args:
+        setting: shape and phase.
+        thresholds: linear ratios in (0, 1]; 0 is always measured as well.
+        device: where to run.
+        dtype: of q, k and v.
+        seed: of the generated inputs.
+        repeats: timed calls of each variant, interleaved.
+
+    Returns:
+        One row per variant, the dense baseline first.
+
+    Raises:
+        WrongResultError: an output is outside its error budget; nothing is timed then.
+    """
+    qkv = structured_inputs(
+        setting.batch,
+        setting.seqlen_q,
+        setting.seqlen,
+        setting.num_heads,
+        setting.num_kv_heads,
+        setting.head_dim,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+    )
+    calls: dict[str, Callable[[], object]] = {DENSE_BASELINE: _sdpa(setting, qkv)}
+    found: dict[str, tuple[float | None, float, float]] = {DENSE_BASELINE: (None, 0.0, 0.0)}
+    for threshold in sorted({0.0, *thresholds}):
+        name = f"blasst {threshold:g}"
+        got = _run(setting, qkv, threshold)
+        error = check_output(setting, qkv, got, threshold)
+        sparsity = float(got.counts.sparsity) if got.counts is not None else 0.0
+        calls[name], found[name] = _call(setting, qkv, threshold), (threshold, sparsity, error)
+    timings = interleaved(calls, device, repeats=repeats, cold_l2=setting.phase == "decode")
+    return [
+        BenchmarkRow(
+            kernel=name.split(" ")[0] if name != DENSE_BASELINE else name,
+            phase=setting.phase,
+            inputs="structured",
+            dtype=str(dtype).removeprefix("torch."),
+            batch=setting.batch,
+            seqlen_q=setting.seqlen_q,
+            seqlen_k=setting.seqlen,
+            num_heads=setting.num_heads,
+            num_kv_heads=setting.num_kv_heads,
+            head_dim=setting.head_dim,
+            head_dim_v=setting.head_dim,
+            causal=setting.phase == "prefill",
+            threshold=found[name][0],
+            sparsity=found[name][1],
+            time_ms=timing.median,
+            time_ms_low=timing.low,
+            time_ms_high=timing.high,
+            repeats=timing.repeats,
+            tflops=setting.operations / timing.median / 1e9,
+            max_error=found[name][2],
+            command=" ".join(["blasst", *sys.argv[1:]]),
+        )
+        for name, timing in timings.items()
+    ]
