@@ -41,7 +41,8 @@ class ReferenceOutput(NamedTuple):
 
     Attributes:
         out: (batch, seqlen_q, num_heads, head_dim_v) or packed, in the dtype of the computation.
-        lse: natural log-sum-exp of kept tiles and sink; (batch, num_heads, seqlen_q), packed (num_heads, total_q).
+        lse: natural log-sum-exp of kept tiles and sink; (batch, num_heads, seqlen_q), packed
+            (num_heads, total_q).
         counts: skipped and visited tiles.
         mass_bound: upper bound of skipped_mass, shape of lse.
         kept_tiles: bool (batch, heads, query tiles, key tiles).

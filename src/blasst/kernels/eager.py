@@ -192,7 +192,9 @@ class _Sequence:
             if edge.start < edge.stop:
                 key = torch.arange(edge.start * size, edge.stop * size, device=device)
                 hidden = (key < begin[:, None]) | (key >= end[:, None])
-                scores[..., edge.start * size - first : edge.stop * size - first].masked_fill_(hidden, _LOWEST)
+                scores[..., edge.start * size - first : edge.stop * size - first].masked_fill_(
+                    hidden, _LOWEST
+                )
         tile_max = scores.unflatten(-1, (-1, size)).amax(-1)
         tile = torch.arange(tiles.start, tiles.stop, device=device)
         concerned = (begin[:, None] < (tile + 1) * size) & (end[:, None] > tile * size)
@@ -319,7 +321,7 @@ def _group_view(value: Tensor, tile_key: int) -> Tensor:
 
 
 def _tile_bounds(scored: _Scored, compare: Tensor, tile_key: int) -> tuple[Tensor, Tensor]:
-    """Bound of each tile's mass relative to `compare` (heads, rows, tiles), and its visible keys (rows, tiles)."""
+    """Each tile's mass bound relative to `compare` (heads, rows, tiles), its visible keys (rows, tiles)."""
     visible = scored.visible(tile_key)
     count = _group_view(visible, tile_key).sum((-3, -1))
     group_max = _group_view(scored.scores, tile_key).amax((-3, -1))
@@ -345,7 +347,9 @@ def _within_budget(scored: _Scored, kept: Tensor, eps: float, tile_key: int) -> 
         safe = anchor_max.masked_fill(anchor_max == _LOWEST, 0.0)
         weight = (scored.scores - safe).exp().unflatten(-1, (-1, tile_key)).sum(-1)
         row_sum = weight.masked_fill(~scored.anchor, 0.0).sum(-1, keepdim=True)
-        row_sum = row_sum + torch.where(scored.start[..., None] == _LOWEST, 0.0, (scored.start[..., None] - safe).exp())
+        row_sum = row_sum + torch.where(
+            scored.start[..., None] == _LOWEST, 0.0, (scored.start[..., None] - safe).exp()
+        )
         rest = count.masked_fill(scored.anchor, 0).sum(-1, keepdim=True).clamp(min=1)
         afford = (bound <= eps * row_sum * count / rest) | ~scored.concerned
         return kept | ~afford.all(1)

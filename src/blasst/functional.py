@@ -1,0 +1,457 @@
+"""The public functions: check once, build the canonical problem, run it through one torch op."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blasst.core import checks
+from blasst.core.cache import append_to_cache
+from blasst.core.problem import AttentionProblem
+from blasst.core.threshold import threshold_from_scale_factor
+from blasst.core.types import MAX_DECODE_TOKENS, AttentionOutput, Phase
+from blasst.kernels import op
+from blasst.kernels.select import IMPLS
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The keywords that all public functions share."""
+
+    threshold: float | Tensor | None
+    threshold_scale_factor: float | Tensor | None
+    causal: bool
+    softmax_scale: float | None
+    window_size: tuple[int, int]
+    softcap: float
+    sinks: Tensor | None
+    max_skipped_mass: float | None
+    return_lse: bool
+    return_counts: bool
+    return_mass_bound: bool
+    return_kept_tiles: bool
+    impl: str
+
+
+def blasst_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    threshold: float | Tensor | None = None,
+    threshold_scale_factor: float | Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    max_skipped_mass: float | None = None,
+    return_lse: bool = False,
+    return_counts: bool = False,
+    return_mass_bound: bool = False,
+    return_kept_tiles: bool = False,
+    impl: str = "auto",
+) -> AttentionOutput:
+    """Attention that skips key tiles whose every softmax weight would lie below a threshold.
+
+    The prefill rule: 64 query rows of a head skip a tile of 128 keys when each row's best score in it lies
+    more than ln(1 / threshold) below the row's running maximum. Skipped keys leave the softmax, so each has
+    true weight < threshold.
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim), float16, bfloat16 or float32.
+        k: (batch, seqlen_k, num_kv_heads, head_dim); num_kv_heads divides num_heads.
+        v: (batch, seqlen_k, num_kv_heads, head_dim_v).
+        threshold: linear ratio in [0, 1], float or float32 tensor (batch,) on the device, read at run time
+            (there above 1 acts as 1, NaN and negative as 0). None = dense; 0 = the skipping kernel that
+            skips nothing.
+        threshold_scale_factor: instead of threshold: the threshold of a sequence is
+            min(1, threshold_scale_factor / its number of keys); float or float32 tensor (batch,).
+        causal: bottom-right aligned: row i sees keys <= i + seqlen_k - seqlen_q. Default False.
+        softmax_scale: factor on q . k. Default head_dim ** -0.5.
+        window_size: (left, right) keys around the aligned position; -1 = unlimited.
+        softcap: scores become softcap * tanh(score / softcap); 0 = none.
+        sinks: (num_heads,) natural-log logits that join each row's softmax denominator.
+        max_skipped_mass: error budget eps in (0, 1): the skipped softmax weight of every row stays
+            <= eps / (1 + eps). Costs sparsity. None = no budget.
+        return_lse: fill AttentionOutput.lse.
+        return_counts: fill AttentionOutput.counts.
+        return_mass_bound: fill AttentionOutput.mass_bound.
+        return_kept_tiles: fill AttentionOutput.kept_tiles.
+        impl: "auto", "triton", "eager" or "reference". "auto" never runs dense when skipping was asked.
+
+    Returns:
+        AttentionOutput; parts that were not asked for are None. A row without visible keys has out 0 and
+        lse -inf.
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: a wrong value, shape or device.
+        UnsupportedError: no kernel can serve the call.
+        NotImplementedError: gradients are wanted; there is no backward pass.
+
+    Source: BLASST (arXiv:2512.12087) Algorithm 1; docs/method.md.
+    """
+    options = _Options(
+        threshold,
+        threshold_scale_factor,
+        causal,
+        softmax_scale,
+        window_size,
+        softcap,
+        sinks,
+        max_skipped_mass,
+        return_lse,
+        return_counts,
+        return_mass_bound,
+        return_kept_tiles,
+        impl,
+    )
+    checks.check_qkv(q, k, v, 4, 4, ("q", "k", "v"))
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"k: got batch {k.shape[0]}, want {q.shape[0]} like q")
+    return _run(q, k, v, options, "prefill", kv_len=k.shape[1], max_seqlens=(q.shape[1], k.shape[1]))
+
+
+def blasst_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    threshold: float | Tensor | None = None,
+    threshold_scale_factor: float | Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    max_skipped_mass: float | None = None,
+    return_lse: bool = False,
+    return_counts: bool = False,
+    return_mass_bound: bool = False,
+    return_kept_tiles: bool = False,
+    impl: str = "auto",
+) -> AttentionOutput:
+    """`blasst_attn_func` over sequences of different lengths packed behind each other; the prefill rule.
+
+    With block_table, k and v are a paged cache and cu_seqlens_k gives the lengths: chunked prefill.
+
+    Args:
+        q: (total_q, num_heads, head_dim).
+        k: (total_k, num_kv_heads, head_dim), or pages (num_pages, page_size, num_kv_heads, head_dim).
+        v: like k, with head_dim_v.
+        cu_seqlens_q: int32 (batch + 1,), where each sequence's rows begin; starts at 0.
+        cu_seqlens_k: int32 (batch + 1,), the same for keys.
+        max_seqlen_q: at least the longest sequence's rows.
+        max_seqlen_k: at least the longest sequence's keys.
+        seqused_k: int32 (batch,), keys in use of each sequence; default all.
+        block_table: int32 (batch, max_pages), page numbers; entries past need are not read.
+        threshold: as in `blasst_attn_func`, (batch,) for a tensor.
+        threshold_scale_factor: as in `blasst_attn_func`; divides by each sequence's own length.
+        causal: bottom-right aligned per sequence.
+        softmax_scale: default head_dim ** -0.5.
+        window_size: (left, right), -1 = unlimited.
+        softcap: 0 = none.
+        sinks: (num_heads,).
+        max_skipped_mass: error budget in (0, 1).
+        return_lse: fill AttentionOutput.lse, (num_heads, total_q).
+        return_counts: fill AttentionOutput.counts.
+        return_mass_bound: fill AttentionOutput.mass_bound.
+        return_kept_tiles: fill AttentionOutput.kept_tiles, sized by max_seqlen_q and max_seqlen_k.
+        impl: as in `blasst_attn_func`.
+
+    Returns:
+        AttentionOutput with out (total_q, num_heads, head_dim_v).
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: a wrong value, shape or device.
+        UnsupportedError: no kernel can serve the call.
+        NotImplementedError: gradients are wanted.
+
+    Source: BLASST (arXiv:2512.12087); argument names of FlashAttention.
+    """
+    options = _Options(
+        threshold,
+        threshold_scale_factor,
+        causal,
+        softmax_scale,
+        window_size,
+        softcap,
+        sinks,
+        max_skipped_mass,
+        return_lse,
+        return_counts,
+        return_mass_bound,
+        return_kept_tiles,
+        impl,
+    )
+    checks.check_qkv(q, k, v, 3, 3 if block_table is None else 4, ("q", "k", "v"))
+    checks.check_index("cu_seqlens_q", cu_seqlens_q, (None,), q.device)
+    batch = cu_seqlens_q.shape[0] - 1
+    if batch < 0:
+        raise ValueError("cu_seqlens_q: got no entries, want batch + 1")
+    checks.check_index("cu_seqlens_k", cu_seqlens_k, (batch + 1,), q.device)
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+            raise TypeError(f"{name}: got {value!r}, want an integer >= 0")
+        if value < 0:
+            raise ValueError(f"{name}: got {value}, want an integer >= 0")
+    checks.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q, "max_seqlen_q")
+    total_k = k.shape[0] if block_table is None else None
+    checks.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, total_k, max_seqlen_k, "max_seqlen_k")
+    if block_table is not None:
+        checks.check_index("block_table", block_table, (batch, None), q.device)
+        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1] if seqused_k is None else seqused_k
+        checks.check_lengths("cu_seqlens_k", lengths, 0, block_table.shape[1] * k.shape[1])
+    kv_len = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+    if seqused_k is not None:
+        kv_len = checks.check_index("seqused_k", seqused_k, (batch,), q.device)
+        checks.check_lengths("seqused_k", seqused_k, 0, max_seqlen_k)
+    return _run(
+        q,
+        k,
+        v,
+        options,
+        "prefill",
+        kv_len=kv_len,
+        max_seqlens=(max_seqlen_q, max_seqlen_k),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        block_table=block_table,
+    )
+
+
+def blasst_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cache_seqlens: Tensor | int | None = None,
+    block_table: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    threshold: float | Tensor | None = None,
+    threshold_scale_factor: float | Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    max_skipped_mass: float | None = None,
+    return_lse: bool = False,
+    return_counts: bool = False,
+    return_mass_bound: bool = False,
+    return_kept_tiles: bool = False,
+    impl: str = "auto",
+) -> AttentionOutput:
+    """Attention of new tokens against a KV cache: 1 to 8 tokens by the decode rule, more by the prefill rule.
+
+    The decode rule: the first and the last two visible tiles of 64 keys are anchors and always kept; any
+    other tile is skipped when every query head of the KV head and every new token has its best score more
+    than ln(1 / threshold) below its maximum over the anchors. V of a skipped tile is not loaded.
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim).
+        k_cache: (batch, capacity, num_kv_heads, head_dim), or pages (num_pages, page_size, num_kv_heads,
+            head_dim) with block_table.
+        v_cache: like k_cache, with head_dim_v; may share storage with k_cache (MLA).
+        k: (batch, new, num_kv_heads, head_dim) keys to write into k_cache at cache_seqlens, in place.
+        v: (batch, new, num_kv_heads, head_dim_v) values to write into v_cache.
+        cache_seqlens: keys already in the cache, without k; int or int32 (batch,). Default: the capacity of
+            a cache without pages.
+        block_table: int32 (batch, max_pages), page numbers; entries past need are not read.
+        cache_leftpad: int32 (batch,), first valid slot of each sequence; slots before it do not exist.
+        threshold: as in `blasst_attn_func`.
+        threshold_scale_factor: as in `blasst_attn_func`; divides by cache and new keys of each sequence.
+        causal: bottom-right aligned; matters for more than one new token. Default False.
+        softmax_scale: default head_dim ** -0.5.
+        window_size: (left, right), -1 = unlimited.
+        softcap: 0 = none.
+        sinks: (num_heads,).
+        max_skipped_mass: error budget in (0, 1).
+        return_lse: fill AttentionOutput.lse.
+        return_counts: fill AttentionOutput.counts; (batch, num_kv_heads) under the decode rule.
+        return_mass_bound: fill AttentionOutput.mass_bound.
+        return_kept_tiles: fill AttentionOutput.kept_tiles.
+        impl: as in `blasst_attn_func`.
+
+    Returns:
+        AttentionOutput with out (batch, seqlen_q, num_heads, head_dim_v).
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: a wrong value, shape or device.
+        UnsupportedError: no kernel can serve the call.
+        NotImplementedError: gradients are wanted.
+
+    Source: BLASST (arXiv:2512.12087) section 3.4; the anchor rule is docs/method.md.
+    """
+    options = _Options(
+        threshold,
+        threshold_scale_factor,
+        causal,
+        softmax_scale,
+        window_size,
+        softcap,
+        sinks,
+        max_skipped_mass,
+        return_lse,
+        return_counts,
+        return_mass_bound,
+        return_kept_tiles,
+        impl,
+    )
+    checks.check_qkv(q, k_cache, v_cache, 4, 4, ("q", "k_cache", "v_cache"))
+    checks.check_no_grad(k, v)
+    batch = q.shape[0]
+    if block_table is not None:
+        checks.check_index("block_table", block_table, (batch, None), q.device)
+        capacity = block_table.shape[1] * k_cache.shape[1]
+    else:
+        capacity = k_cache.shape[1]
+        if k_cache.shape[0] != batch:
+            raise ValueError(f"k_cache: got batch {k_cache.shape[0]}, want {batch} like q")
+    lengths = _cache_lengths(cache_seqlens, block_table, k, batch, capacity, q.device)
+    if k is not None or v is not None:
+        append_to_cache(k_cache, v_cache, k, v, lengths, block_table)
+        lengths = lengths + k.shape[1]  # type: ignore[union-attr]
+    kv_len = lengths
+    if cache_leftpad is not None:
+        checks.check_index("cache_leftpad", cache_leftpad, (batch,), q.device)
+        checks.check_lengths("cache_leftpad", cache_leftpad, 0, capacity)
+        kv_len = lengths - cache_leftpad
+        checks.check_lengths("cache_seqlens minus cache_leftpad", kv_len, 0, capacity)
+    phase: Phase = "decode" if q.shape[1] <= MAX_DECODE_TOKENS else "prefill"
+    return _run(
+        q,
+        k_cache,
+        v_cache,
+        options,
+        phase,
+        kv_len=kv_len,
+        max_seqlens=(q.shape[1], capacity),
+        seqused_k=lengths,
+        leftpad_k=cache_leftpad,
+        block_table=block_table,
+    )
+
+
+def _cache_lengths(
+    cache_seqlens: Tensor | int | None,
+    block_table: Tensor | None,
+    k: Tensor | None,
+    batch: int,
+    capacity: int,
+    device: torch.device,
+) -> Tensor:
+    """Keys already in the cache as int32 (batch,)."""
+    if cache_seqlens is None:
+        if block_table is not None or k is not None:
+            raise ValueError(
+                "cache_seqlens: got None, want an int or an int32 tensor (batch,) when the cache has pages "
+                "or new keys are written"
+            )
+        cache_seqlens = capacity
+    if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, int | Tensor | torch.SymInt):
+        raise TypeError(f"cache_seqlens: got {cache_seqlens!r}, want an int or an int32 tensor ({batch},)")
+    new = 0 if k is None else k.shape[1]
+    if isinstance(cache_seqlens, Tensor):
+        checks.check_index("cache_seqlens", cache_seqlens, (batch,), device)
+        checks.check_lengths("cache_seqlens", cache_seqlens, 0, capacity - new)
+        return cache_seqlens
+    if not 0 <= cache_seqlens <= capacity - new:
+        raise ValueError(
+            f"cache_seqlens: got {cache_seqlens}, want 0 to {capacity - new} (room for new keys)"
+        )
+    return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: _Options,
+    phase: Phase,
+    *,
+    kv_len: int | Tensor,
+    max_seqlens: tuple[int, int],
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> AttentionOutput:
+    """Check the shared options, build the problem and run it."""
+    if options.impl not in IMPLS:
+        raise ValueError(f"impl: got {options.impl!r}, want one of {', '.join(IMPLS)}")
+    checks.check_no_grad(q, k, v, options.sinks)
+    checks.check_dtype(q, options.impl)
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    threshold = _threshold(options, kv_len, batch, q.device)
+    problem = AttentionProblem(
+        q=q,
+        k=k,
+        v=v,
+        phase=phase,
+        threshold=threshold,
+        softmax_scale=checks.check_softmax_scale(options.softmax_scale, q.shape[-1]),
+        causal=bool(options.causal),
+        window_size=checks.check_window(options.window_size),
+        softcap=checks.check_softcap(options.softcap),
+        sinks=checks.check_sinks(options.sinks, q.shape[-2], q.device),
+        max_skipped_mass=checks.check_max_skipped_mass(options.max_skipped_mass, threshold is not None),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
+        block_table=block_table,
+        max_seqlen_q=max_seqlens[0],
+        max_seqlen_k=max_seqlens[1],
+        want_counts=options.return_counts,
+        want_mass_bound=options.return_mass_bound,
+        want_kept_tiles=options.return_kept_tiles,
+    )
+    return op.call(problem, options.impl, options.return_lse)
+
+
+def _threshold(options: _Options, kv_len: int | Tensor, batch: int, device: torch.device) -> Tensor | None:
+    """float32 (batch,) thresholds, or None for a dense call."""
+    if options.threshold_scale_factor is None:
+        if options.threshold is None:
+            return None
+        return checks.check_threshold("threshold", options.threshold, batch, device, limit=1.0)
+    if options.threshold is not None:
+        raise ValueError("threshold, threshold_scale_factor: got both, want one of them")
+    factor = checks.check_threshold(
+        "threshold_scale_factor", options.threshold_scale_factor, batch, device, limit=math.inf
+    )
+    _warn_when_clamped(options.threshold_scale_factor, kv_len)
+    return threshold_from_scale_factor(factor, kv_len)
+
+
+def _warn_when_clamped(factor: float | Tensor, kv_len: int | Tensor) -> None:
+    """Say once that a factor made for long prompts meets a short one (the threshold is clamped to 1)."""
+    if torch.compiler.is_compiling() or isinstance(factor, Tensor):
+        return
+    if isinstance(kv_len, Tensor):
+        if not checks.readable(kv_len) or kv_len.numel() == 0:
+            return
+        kv_len = int(kv_len.min())
+    if factor > kv_len > 0:
+        checks.warn_once(
+            "clamped",
+            f"threshold_scale_factor: got {factor:g} for a sequence of {kv_len} keys; the threshold is "
+            "clamped to 1 there, which skips as much as the rule allows (said once)",
+        )
