@@ -6,7 +6,9 @@ import importlib.util
 import math
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -143,3 +145,55 @@ def output_folder(text: str) -> Path:
         raise typer.BadParameter(f"{text} is a file, a folder is needed")
     _writable(path)
     return path
+
+
+def existing_file(text: str) -> Path:
+    """A file that exists.
+
+    Args:
+        text: what was typed.
+
+    Raises:
+        typer.BadParameter: there is none.
+    """
+    path = Path(text)
+    if not path.is_file():
+        raise typer.BadParameter(f"no file {text!r}")
+    return path
+
+
+def existing_folder(text: str) -> Path:
+    """A folder that exists.
+
+    Args:
+        text: what was typed.
+
+    Raises:
+        typer.BadParameter: there is none.
+    """
+    path = Path(text)
+    if not path.is_dir():
+        raise typer.BadParameter(f"no folder {text!r}")
+    return path
+
+
+def sparse_settings(
+    profile: Path | None, target: Sequence[float], threshold: Sequence[float]
+) -> dict[str, dict[str, Any]]:
+    """One named setting per target or threshold, as blasst.enable takes them.
+
+    Args:
+        profile: calibration file; needs targets.
+        target: target sparsities; need a profile.
+        threshold: linear thresholds, without a profile.
+
+    Raises:
+        typer.BadParameter: not exactly one of the two ways.
+    """
+    if bool(target) == bool(threshold):
+        raise typer.BadParameter("give either --profile with --target, or --threshold")
+    if bool(target) != (profile is not None):
+        raise typer.BadParameter("--target needs --profile, and --profile needs --target")
+    if target:
+        return {f"target {s:g}": {"profile": str(profile), "target_sparsity": s} for s in target}
+    return {f"threshold {value:g}": {"threshold": value} for value in threshold}

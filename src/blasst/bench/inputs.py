@@ -1,4 +1,4 @@
-"""Generated q, k, v whose attention is heavy-tailed, as trained attention is; plain normal inputs barely skip."""
+"""Generated q, k, v with heavy-tailed attention, as trained models have it; normal inputs barely skip."""
 
 from __future__ import annotations
 

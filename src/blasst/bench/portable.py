@@ -16,6 +16,7 @@ from blasst.core.errors import BlasstError
 from blasst.core.reference import reference_attention
 from blasst.core.types import AttentionOutput, Phase
 from blasst.functional import blasst_attn_func, blasst_attn_with_kvcache
+from blasst.kernels.select import backend_used
 
 DENSE_BASELINE = "torch sdpa"
 
@@ -163,15 +164,15 @@ def measure(
     calls: dict[str, Callable[[], object]] = {DENSE_BASELINE: _sdpa(setting, qkv)}
     found: dict[str, tuple[float | None, float, float]] = {DENSE_BASELINE: (None, 0.0, 0.0)}
     for threshold in sorted({0.0, *thresholds}):
-        name = f"blasst {threshold:g}"
         got = _run(setting, qkv, threshold)
+        name = f"blasst {backend_used()} {threshold:g}"
         error = check_output(setting, qkv, got, threshold)
         sparsity = float(got.counts.sparsity) if got.counts is not None else 0.0
         calls[name], found[name] = _call(setting, qkv, threshold), (threshold, sparsity, error)
     timings = interleaved(calls, device, repeats=repeats, cold_l2=setting.phase == "decode")
     return [
         BenchmarkRow(
-            kernel=name.split(" ")[0] if name != DENSE_BASELINE else name,
+            kernel=" ".join(name.split(" ")[:2]),
             phase=setting.phase,
             inputs="structured",
             dtype=str(dtype).removeprefix("torch."),
