@@ -51,13 +51,14 @@ def check_threshold(name: str, value: object, batch: int, device: torch.device, 
             _check_cpu_values(name, value, limit, wanted)
         return value.expand(batch)
     number = check_number(name, value, wanted)
-    if not torch.compiler.is_compiling():
-        if number < 0:
-            hint = "; a threshold is a linear ratio: convert a log-domain value with exp() first"
-            raise ValueError(f"{name}: got {number!r}, want {wanted}{hint}")
-        if number > limit:
-            hint = " (a value that grows with the length is threshold_scale_factor)" if limit == 1 else ""
-            raise ValueError(f"{name}: got {number!r}, want {wanted}{hint}")
+    if torch.compiler.is_compiling():  # a product lets the compiler keep the float symbolic: no recompilation
+        return torch.ones(batch, dtype=torch.float32, device=device) * number
+    if number < 0:
+        hint = "; a threshold is a linear ratio: convert a log-domain value with exp() first"
+        raise ValueError(f"{name}: got {number!r}, want {wanted}{hint}")
+    if number > limit:
+        hint = " (a value that grows with the length is threshold_scale_factor)" if limit == 1 else ""
+        raise ValueError(f"{name}: got {number!r}, want {wanted}{hint}")
     return torch.full((batch,), number, dtype=torch.float32, device=device)
 
 
