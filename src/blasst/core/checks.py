@@ -24,7 +24,7 @@ def warn_once(key: str, message: str) -> None:
 
 
 def check_number(name: str, value: object, wanted: str = "a number") -> float:
-    """A finite or infinite real number that is no bool and no NaN; while tracing the value is not looked at."""
+    """A finite or infinite real number that is no bool and no NaN; not looked at while tracing."""
     if torch.compiler.is_compiling():
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
