@@ -75,12 +75,13 @@ class FigureData:
     """Numbers that only the figures need; every part may be missing.
 
     Attributes:
-        points: calibration points: phase, kind, seqlen, threshold, sparsity.
+        points: calibration points: phase, seqlen, threshold, sparsity.
         curves: fitted curves: phase, seqlen, threshold (list), sparsity (list).
         head_sparsity: phase -> (layers, heads) nested lists, 0..1.
         head_target: target sparsity that head_sparsity was measured at.
         skip_map: kept and visited (nested lists of 0 and 1), tile (rows, keys) and title; or None.
         histograms: skipped mass: phase, seqlen, target, edges, counts, below.
+        kinds: achieved sparsity per kind of calibration prompt: phase, seqlen, target, kind, achieved.
         notes: sentences for the reader, such as targets that could not be reached.
     """
 
@@ -90,6 +91,7 @@ class FigureData:
     head_target: float = 0.5
     skip_map: Row | None = None
     histograms: Sequence[Row] = ()
+    kinds: Sequence[Row] = ()
     notes: Sequence[str] = ()
 
 

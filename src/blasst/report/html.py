@@ -141,6 +141,9 @@ def render_html(report: Report, figures: FigureData, images: Mapping[str, bytes]
         parts.append(f"<h2>{title}</h2><p>{text}</p>{image}")
         if rows_name:
             parts.append(_table(rows))
+        if name == "calibration" and figures.kinds:
+            parts.append("<p>Content moves sparsity: each kind of prompt at the threshold of a target.</p>")
+            parts.append(_table(figures.kinds))
         if rows_name == "quality":
             nll = [{**row, "difference": row["sparse"] - row["dense"]} for row in report.nll]
             parts.append("<p>Loss, nats per token:</p>" + _table(nll))

@@ -45,7 +45,7 @@ def calibration_figure(points: Sequence[Row], curves: Sequence[Row]) -> Figure:
     """Measured sparsity over threshold, one colour per length, with the fitted curves.
 
     Args:
-        points: rows with phase, seqlen (tokens), threshold (0..1) and sparsity (0..1).
+        points: rows with phase, seqlen (tokens), threshold (above 0) and sparsity (0..1).
         curves: rows with phase, seqlen and the sequences threshold and sparsity of one fitted curve.
     """
     phases = _phases(points)
@@ -73,7 +73,7 @@ def calibration_figure(points: Sequence[Row], curves: Sequence[Row]) -> Figure:
         ax.set_xlabel("threshold (weight ratio, no unit)")
         _percent_y(ax, "sparsity (skipped / visited tiles)")
         ax.set_title(f"Calibration, {phase}: points and fit")
-    legend_beside(axes[-1], "length (tokens)\npoint: one prompt\nline: fit")
+    legend_beside(axes[-1], "length (tokens)\npoint: counted\nline: fitted")
     return figure
 
 
