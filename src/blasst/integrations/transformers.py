@@ -60,7 +60,9 @@ class Enabled:
         lines = [f"blasst serves {len(self.served)} attention layers (impl={self.impl})"]
         lines += [f"  {phase}: {self.thresholds[phase]}" for phase in PHASES]
         if self.max_skipped_mass is not None:
-            lines.append(f"  error budget: at most {self.max_skipped_mass:g} skipped mass per kept mass of a row")
+            lines.append(
+                f"  error budget: at most {self.max_skipped_mass:g} skipped mass per kept mass of a row"
+            )
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.unserved:
             by_reason.setdefault(reason, []).append(name)

@@ -120,7 +120,9 @@ def _uses_interface(cls: type) -> bool:
 def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Innermost modules whose class name says attention, in model order."""
     found = [(name, m) for name, m in model.named_modules() if "attention" in type(m).__name__.lower()]
-    outer = {id(m) for _, m in found for inner in m.modules() if inner is not m and _is_interface_module(inner)}
+    outer = {
+        id(m) for _, m in found for inner in m.modules() if inner is not m and _is_interface_module(inner)
+    }
     return [(name, m) for name, m in found if id(m) not in outer]
 
 
@@ -133,7 +135,9 @@ def unserved_reason(name: str, module: nn.Module, ignore: Sequence[str]) -> str 
     for pattern in ignore:
         if fnmatch.fnmatchcase(name, pattern):
             return f"ignored by pattern {pattern!r}"
-    if not _uses_interface(type(module)) or not hasattr(getattr(module, "config", None), "_attn_implementation"):
+    if not _uses_interface(type(module)) or not hasattr(
+        getattr(module, "config", None), "_attn_implementation"
+    ):
         return "does not call the attention interface of transformers"
     if getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower():
         return "cross-attention"
@@ -202,10 +206,14 @@ class Session:
                 served.append(config)
         if not served:
             why = "; ".join(sorted({f"{layer.name}: {layer.reason}" for _, layer in session.layers}))
-            raise ValueError(f"model: no attention layer can be served ({why or 'no attention module found'})")
+            raise ValueError(
+                f"model: no attention layer can be served ({why or 'no attention module found'})"
+            )
         configs = _distinct(c for config in served for c in _configs_below(config))
         if any(getattr(config, "output_attentions", False) for config in configs):
-            raise ValueError("model.config.output_attentions is True: tiles that are skipped have no weights to return")
+            raise ValueError(
+                "model.config.output_attentions is True: tiles that are skipped have no weights to return"
+            )
         for config in configs:
             original = before.get(id(config), getattr(config, "_attn_implementation", None))
             session.configs.append((config, "sdpa" if original == IMPLEMENTATION else original))
@@ -238,7 +246,8 @@ class Session:
         if names is None:
             self.runtime_reasons[reason] = names = []
             warnings.warn(
-                f"blasst: {layer.name} (and maybe others) runs on the model's own attention: {reason}", stacklevel=4
+                f"blasst: {layer.name} (and maybe others) runs on the model's own attention: {reason}",
+                stacklevel=4,
             )
         if layer.name not in names:
             names.append(layer.name)
@@ -344,7 +353,9 @@ def blasst_attention(
     """
     layer: Layer | None = module.__dict__.get(_LAYER)
     if layer is None:
-        raise BlasstError('attn_implementation="blasst" needs blasst.enable(model, ...) first, which says what to skip')
+        raise BlasstError(
+            'attn_implementation="blasst" needs blasst.enable(model, ...) first, which says what to skip'
+        )
     if kwargs.get("output_attentions"):
         raise UnsupportedError(
             "output_attentions=True: skipped tiles have no weights to return; use blasst.disable(model) for that pass"
@@ -373,7 +384,9 @@ def blasst_attention(
         _note(layer, reason)
         return native(), None
     if dropout:
-        raise UnsupportedError(f"dropout={dropout}: call model.eval(), skipped tiles and dropout do not go together")
+        raise UnsupportedError(
+            f"dropout={dropout}: call model.eval(), skipped tiles and dropout do not go together"
+        )
     pattern = MaskPattern(causal=True, window=sliding_window) if record is None else record.pattern
     assert pattern is not None  # noqa: S101 - _native_reason has seen it
     q_length, slots = query.shape[2], key.shape[2]

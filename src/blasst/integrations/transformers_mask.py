@@ -61,7 +61,9 @@ class Packing:
         """(batch index, rows within its sequence, keys within its sequence) of every sequence with rows."""
         rows = self.rows.split(self.row_counts)
         keys = self.keys.split(self.key_counts)
-        return [(b, rows[b] - b * q_length, keys[b] - b * kv_length) for b in range(len(rows)) if len(rows[b])]
+        return [
+            (b, rows[b] - b * q_length, keys[b] - b * kv_length) for b in range(len(rows)) if len(rows[b])
+        ]
 
 
 @dataclass(eq=False)
@@ -108,7 +110,9 @@ class MaskRecord:
             self._native[implementation] = build(**self.arguments)
         return self._native[implementation]
 
-    def on_device(self, name: Literal["seqused", "leftpad", "lengths"], device: torch.device) -> Tensor | None:
+    def on_device(
+        self, name: Literal["seqused", "leftpad", "lengths"], device: torch.device
+    ) -> Tensor | None:
         """One of the length tensors on the device of a layer; copied once where a model spans several."""
         value: Tensor | None = getattr(self, name)
         if value is None or value.device == device:
@@ -261,7 +265,9 @@ def blasst_mask(
         attention_mask=attention_mask,
         **kwargs,
     )
-    device = attention_mask.device if attention_mask is not None else torch.device(kwargs.get("device", "cpu"))
+    device = (
+        attention_mask.device if attention_mask is not None else torch.device(kwargs.get("device", "cpu"))
+    )
     record = _record(arguments, device)
     mask = record.key_mask
     if mask is None:

@@ -15,7 +15,9 @@ from blasst.integrations.transformers_attention import AttentionCall, Layer
 from blasst.integrations.transformers_state import Counters, MassSamples, ThresholdRule
 
 
-def _prefill_padded(call: AttentionCall, threshold: Tensor | None, options: dict[str, Any]) -> AttentionOutput:
+def _prefill_padded(
+    call: AttentionCall, threshold: Tensor | None, options: dict[str, Any]
+) -> AttentionOutput:
     """Pack the real rows and keys, so that tiles start at each sequence's first real token."""
     assert call.record is not None  # noqa: S101 - only padded calls come here
     packing = call.record.packing(call.q.device)
@@ -36,7 +38,9 @@ def _prefill_padded(call: AttentionCall, threshold: Tensor | None, options: dict
     return result._replace(out=out.unflatten(0, (batch, q_length)))
 
 
-def _decode_scattered(call: AttentionCall, threshold: Tensor | None, options: dict[str, Any]) -> AttentionOutput:
+def _decode_scattered(
+    call: AttentionCall, threshold: Tensor | None, options: dict[str, Any]
+) -> AttentionOutput:
     """Decode over a cache with padding between real keys: one call per sequence on its gathered keys."""
     out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[-1])
     parts = []
@@ -50,7 +54,11 @@ def _decode_scattered(call: AttentionCall, threshold: Tensor | None, options: di
         )
         out[index, rows] = part.out[0]
         parts.append(part)
-    lse = torch.cat([p.lse.flatten() for p in parts if p.lse is not None]) if options.get("return_lse") else None
+    lse = (
+        torch.cat([p.lse.flatten() for p in parts if p.lse is not None])
+        if options.get("return_lse")
+        else None
+    )
     counts = None
     if options.get("return_counts"):
         known = [p.counts for p in parts if p.counts is not None]
@@ -139,7 +147,10 @@ class SparseHandler:
         if self._constant is None or self._constant[0] != wanted:
             rule.check(kv_len)
             value = rule.for_length(kv_len)
-            self._constant = wanted, torch.full((call.q.shape[0],), value or 0.0, dtype=torch.float32, device=device)
+            self._constant = (
+                wanted,
+                torch.full((call.q.shape[0],), value or 0.0, dtype=torch.float32, device=device),
+            )
         return self._constant[1]
 
     def __call__(self, layer: Layer, call: AttentionCall) -> Tensor:

@@ -78,7 +78,9 @@ class ThresholdRule:
 
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name}: got {value!r}, wants a number or a mapping of 'prefill' and 'decode' to numbers")
+        raise ValueError(
+            f"{name}: got {value!r}, wants a number or a mapping of 'prefill' and 'decode' to numbers"
+        )
     return float(value)
 
 
@@ -99,17 +101,23 @@ def _per_phase(name: str, value: PerPhase, low: float, high: float) -> dict[Phas
     return values
 
 
-def _rules_from_profile(profile: Profile, name: str, target_sparsity: PerPhase | None) -> dict[Phase, ThresholdRule]:
+def _rules_from_profile(
+    profile: Profile, name: str, target_sparsity: PerPhase | None
+) -> dict[Phase, ThresholdRule]:
     if target_sparsity is not None:
         _per_phase("target_sparsity", target_sparsity, 0.0, 1.0)
     rules: dict[Phase, ThresholdRule] = {}
     for phase, target in profile.resolve_targets(target_sparsity).items():  # type: ignore[arg-type]
         if target is None:
             known = phase in profile.phases
-            origin = "no target sparsity for this phase" if known else f"{name} has no calibration of this phase"
+            origin = (
+                "no target sparsity for this phase" if known else f"{name} has no calibration of this phase"
+            )
             rules[phase] = ThresholdRule(phase, "dense", 0.0, origin)
         else:
-            rules[phase] = ThresholdRule(phase, "profile", target, f"target sparsity {target:g}, {name}", profile)
+            rules[phase] = ThresholdRule(
+                phase, "profile", target, f"target sparsity {target:g}, {name}", profile
+            )
     return rules
 
 
@@ -149,7 +157,10 @@ def resolve_rules(
     if threshold is not None:
         values, kind = _per_phase("threshold", threshold, 0.0, 1.0), "threshold"
     elif threshold_scale_factor is not None:
-        values, kind = _per_phase("threshold_scale_factor", threshold_scale_factor, 0.0, math.inf), "scale_factor"
+        values, kind = (
+            _per_phase("threshold_scale_factor", threshold_scale_factor, 0.0, math.inf),
+            "scale_factor",
+        )
     elif profile is None:
         raise ValueError("target_sparsity: needs profile=, a target means nothing without a calibration")
     elif isinstance(profile, Profile):
@@ -165,7 +176,9 @@ def resolve_rules(
         elif kind == "threshold":
             rules[phase] = ThresholdRule(phase, "threshold", value, "given as threshold")
         else:
-            rules[phase] = ThresholdRule(phase, "scale_factor", value, f"given as threshold_scale_factor {value:g}")
+            rules[phase] = ThresholdRule(
+                phase, "scale_factor", value, f"given as threshold_scale_factor {value:g}"
+            )
     return rules
 
 
