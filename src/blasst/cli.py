@@ -15,6 +15,7 @@ from blasst._version import __version__
 from blasst.cli_arguments import (
     DEFAULT_MODEL,
     INSTALL_MODEL,
+    LengthList,
     existing_file,
     existing_folder,
     linear_threshold,
@@ -60,7 +61,7 @@ Thresholds = Annotated[
     ),
 ]
 Lengths = Annotated[
-    list[int], typer.Option(parser=sequence_lengths, metavar="L,L", help='Tokens, for example "1K,4096".')
+    LengthList, typer.Option(parser=sequence_lengths, metavar="L,L", help='Tokens, for example "1K,4096".')
 ]
 
 _show_traceback = False
@@ -96,6 +97,187 @@ def doctor(json_output: Json = False) -> None:
         print_json({"findings": rows})
     else:
         print_table("This machine", rows)
+
+
+def _load_model(name: str, device: str) -> Any:
+    """The packaged model, a folder or a GGUF file, as a blasst.evals.models.LoadedModel."""
+    from blasst.evals.models import load_model, load_smollm2
+
+    if name == DEFAULT_MODEL:
+        return load_smollm2(device=device)
+    return load_model(name, device=device)
+
+
+@app.command()
+def bench(
+    phase: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="What to time.")] = "both",
+    lengths: Lengths = LengthList((1024, 4096)),
+    threshold: Thresholds = None,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads.")] = 2,
+    head_dim: Annotated[int, typer.Option(min=16, max=256)] = 64,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option()] = "float32",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each variant, interleaved.")] = 5,
+    device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(parser=output_file, metavar="FILE", help="Append the rows as JSON lines.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Time the portable kernels, dense and sparse, against torch's dense attention; correctness first."""
+    if heads % kv_heads:
+        raise typer.BadParameter(f"--kv-heads {kv_heads} does not divide --heads {heads}")
+    import torch
+
+    from blasst.bench.portable import Setting, measure
+    from blasst.bench.record import append_rows, environment
+
+    phases: list[Literal["prefill", "decode"]] = ["prefill", "decode"] if phase == "both" else [phase]
+    settings = [Setting(p, n, batch, heads, kv_heads, head_dim) for p in phases for n in lengths]
+    rows = []
+    with progress_bar("bench") as progress:
+        for done, setting in enumerate(settings):
+            progress(done, len(settings), f"{setting.phase} {setting.seqlen}")
+            rows += measure(
+                setting,
+                threshold or [1e-4, 1e-2],
+                device=torch.device(device),
+                dtype=getattr(torch, dtype),
+                repeats=repeats,
+            )
+    block = environment()
+    if out is not None:
+        append_rows(out, rows, block)
+    if not json_output:
+        shown = (
+            "kernel",
+            "phase",
+            "seqlen_k",
+            "threshold",
+            "sparsity",
+            "time_ms",
+            "time_ms_low",
+            "time_ms_high",
+        )
+        print_table(
+            f"Median times, {rows[0].inputs} inputs",
+            [{key: asdict(row)[key] for key in shown} for row in rows],
+        )
+    print_json({"rows": [asdict(row) for row in rows], "environment": block})
+
+
+@app.command("eval")
+def evaluate(
+    model: Model = DEFAULT_MODEL,
+    profile: Profile = None,
+    target: Targets = None,
+    threshold: Thresholds = None,
+    task: Annotated[list[str] | None, typer.Option(help="Task kind; repeatable. Default: all 13.")] = None,
+    lengths: Lengths = LengthList((4096,)),
+    items: Annotated[int, typer.Option(min=1, help="Items per task and length.")] = 10,
+    batch_size: Annotated[int, typer.Option(min=1)] = 8,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Device = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(parser=output_file, metavar="FILE", help="Answers as JSON lines; resumed.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Answer the same long-context items dense and sparse, and report paired differences."""
+    settings = sparse_settings(profile, target or (), threshold or ())
+    from blasst.evals.run import run_tasks
+    from blasst.evals.tasks import TASKS
+
+    unknown = set(task or ()) - set(TASKS)
+    if unknown:
+        raise typer.BadParameter(f"unknown task {', '.join(sorted(unknown))}; known: {', '.join(TASKS)}")
+    if profile is not None:
+        from blasst.core.profile import load_profile
+
+        load_profile(profile)
+    loaded = _load_model(model, device)
+    with progress_bar("eval") as progress:
+        results = run_tasks(
+            loaded.model,
+            loaded.tokenizer,
+            {"dense": None, **{name: {**value, "collect_counts": True} for name, value in settings.items()}},
+            tasks=task,
+            seqlens=lengths,
+            num_items=items,
+            seed=seed,
+            batch_size=batch_size,
+            out=out,
+            model_name=loaded.name,
+            progress=progress,
+        )
+    summary = [asdict(row) for row in results.summary()]
+    sparsity = [
+        {"condition": condition, "seqlen": seqlen, "phase": phase, "sparsity": value}
+        for (condition, seqlen, phase), value in results.sparsity.items()
+    ]
+    if not json_output:
+        print_table("Scores, sparse beside dense on the same items (95% interval of the difference)", summary)
+        print_table("Realised sparsity", sparsity)
+    print_json({"summary": summary, "sparsity": sparsity, "seconds": dict(results.seconds)})
+
+
+@app.command()
+def inspect(
+    model: Model = DEFAULT_MODEL,
+    profile: Profile = None,
+    target: Targets = None,
+    threshold: Thresholds = None,
+    prompt: Annotated[
+        Path | None,
+        typer.Option(parser=existing_file, metavar="FILE", help="Text file; default: prose of --length."),
+    ] = None,
+    length: Annotated[int, typer.Option(min=256, help="Tokens of the prompt.")] = 2048,
+    decode_tokens: Annotated[int, typer.Option(min=0, help="Tokens fed one at a time at the end.")] = 16,
+    layer: Annotated[int, typer.Option(min=0, help="Layer of the skip map.")] = 0,
+    head: Annotated[int, typer.Option(min=0, help="Query head of the skip map.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(parser=output_folder, metavar="DIR", help="Write the pictures there.")
+    ] = None,
+    device: Device = "cpu",
+    json_output: Json = False,
+) -> None:
+    """What every layer and head skips for one prompt, and the skip map of one head."""
+    if len(target or ()) + len(threshold or ()) > 1:
+        raise typer.BadParameter("inspect takes one --target or one --threshold")
+    if decode_tokens >= length:
+        raise typer.BadParameter("--decode-tokens must be below --length")
+    settings = next(iter(sparse_settings(profile, target or (), threshold or ()).values()))
+    from blasst.report.inspect import inspect_prompt
+
+    inspection = inspect_prompt(
+        _load_model(model, device),
+        settings,
+        prompt=prompt,
+        length=length,
+        decode_tokens=decode_tokens,
+        layer=layer,
+        head=head,
+        out=out,
+    )
+    if not json_output:
+        error_console.print(inspection.rules, markup=False)
+        print_table(f"Layers, {inspection.seqlen} tokens", [asdict(row) for row in inspection.layers])
+    print_json(inspection.summary())
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(parser=existing_folder, metavar="DIR", help="Folder of a demo.")],
+    json_output: Json = False,
+) -> None:
+    """Draw the pictures and the page again from the JSON files of a folder."""
+    from blasst.report.write import redraw_report
+
+    files = [str(path) for path in redraw_report(folder)]
+    if not json_output:
+        print_table("Written", [{"file": name} for name in files])
+    print_json({"files": files})
 
 
 def run() -> int:

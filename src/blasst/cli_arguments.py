@@ -62,7 +62,11 @@ def linear_threshold(text: str) -> float:
     return value
 
 
-def sequence_lengths(text: str) -> list[int]:
+class LengthList(tuple[int, ...]):
+    """Token counts, ascending; a type of its own because typer reads a plain sequence as a repeated option."""
+
+
+def sequence_lengths(text: str) -> LengthList:
     """Comma-separated token counts; K stands for 1024: "1K,2K,4096".
 
     Args:
@@ -78,7 +82,7 @@ def sequence_lengths(text: str) -> list[int]:
         if length < 1:
             raise typer.BadParameter(f"{part.strip()!r} is not a positive length; write for example 1K,4096")
         lengths.append(length)
-    return sorted(set(lengths))
+    return LengthList(sorted(set(lengths)))
 
 
 def model_argument(text: str) -> str:

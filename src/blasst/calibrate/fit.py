@@ -81,6 +81,7 @@ def fit_phase(
     groups = group_by_length(points)
     curves = [pool(group) for group in groups]
     _require_usable(curves, phase, tile, target_sparsity)
+    _warn_about_kinds(groups, phase)
     curves = [curve for curve in curves if curve.fitted().any()]
     exponential = _fit_exponential(curves)
     ours, ours_left_out = _fit_length_exponent(curves, phase)
@@ -138,6 +139,18 @@ def _require_usable(
         raise CalibrationError(
             f"{phase}: target sparsity {target_sparsity:g} is out of reach; the largest sparsity counted at "
             f"about {longest} keys is {at_longest:.3f}"
+        )
+
+
+def _warn_about_kinds(groups: Sequence[Sequence[CountPoint]], phase: Phase) -> None:
+    """Content moves sparsity as much as length does, so every length needs the same kinds of prompt."""
+    kinds = {pool(group).seqlen: sorted({point.kind for point in group}) for group in groups}
+    if len({tuple(found) for found in kinds.values()}) > 1:
+        warnings.warn(
+            f"{phase}: the lengths hold different kinds of prompt {kinds}: the fit takes the difference in "
+            "content for one in length",
+            ProfileWarning,
+            stacklevel=3,
         )
 
 

@@ -118,9 +118,10 @@ def enable(
     """Switch a transformers model to skipping attention; a model that is enabled already is switched over.
 
     Give exactly one of profile with target_sparsity, threshold, or threshold_scale_factor. Each is a number
-    for both phases or a mapping {"prefill": ..., "decode": ...} in which None or absence leaves a phase on the
-    model's own attention. A call with 1 to 8 new tokens against more key slots is decode, any other prefill
-    (a prompt of at most 8 tokens cannot skip anything in either). Thresholds follow each sequence's own keys.
+    for both phases or a mapping {"prefill": ..., "decode": ...} in which None or absence leaves a phase on
+    the model's own attention. A call with 1 to 8 new tokens against more key slots is decode, any other is
+    prefill (a prompt of at most 8 tokens cannot skip anything in either). Thresholds follow each sequence's
+    own number of keys.
 
     Layers that are not causal self-attention, and calls with a mask that is not causal, sliding-window or
     padding, run on the model's own attention with their exact mask and are listed once with the reason.

@@ -1,4 +1,4 @@
-"""The attention function registered with transformers: which layers it serves, and how one call is taken apart.
+"""The attention function registered with transformers, and the session that puts a model on it.
 
 `Session` switches the served layers of a model to it and puts everything back. What happens in a served
 layer is the session's handler: sparse attention (`transformers_sparse`), or counting for a calibration.
@@ -7,7 +7,6 @@ layer is the session's handler: sparse attention (`transformers_sparse`), or cou
 from __future__ import annotations
 
 import fnmatch
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from blasst.core.errors import BlasstError, UnsupportedError
 from blasst.core.types import MAX_DECODE_TOKENS, Phase
+from blasst.integrations.transformers_layers import (
+    attention_modules,
+    configs_below,
+    distinct,
+    unserved_reason,
+)
 from blasst.integrations.transformers_mask import MaskPattern, MaskRecord, blasst_mask, record_of
 
 #: Name of our attention in a transformers config.
@@ -107,57 +112,6 @@ class Layer:
     reason: str | None
 
 
-def _uses_interface(cls: type) -> bool:
-    """Whether a module class calls transformers' attention interface."""
-    for owner in cls.__mro__:
-        for member in vars(owner).values():
-            code = getattr(inspect.unwrap(member), "__code__", None) if inspect.isfunction(member) else None
-            if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
-                return True
-    return False
-
-
-def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Innermost modules whose class name says attention, in model order."""
-    found = [(name, m) for name, m in model.named_modules() if "attention" in type(m).__name__.lower()]
-    outer = {
-        id(m) for _, m in found for inner in m.modules() if inner is not m and _is_interface_module(inner)
-    }
-    return [(name, m) for name, m in found if id(m) not in outer]
-
-
-def _is_interface_module(module: nn.Module) -> bool:
-    return "attention" in type(module).__name__.lower() and _uses_interface(type(module))
-
-
-def unserved_reason(name: str, module: nn.Module, ignore: Sequence[str]) -> str | None:
-    """Why an attention module stays on the model's own attention; None = it is served."""
-    for pattern in ignore:
-        if fnmatch.fnmatchcase(name, pattern):
-            return f"ignored by pattern {pattern!r}"
-    if not _uses_interface(type(module)) or not hasattr(
-        getattr(module, "config", None), "_attn_implementation"
-    ):
-        return "does not call the attention interface of transformers"
-    if getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower():
-        return "cross-attention"
-    if not getattr(module, "is_causal", False):
-        return "not causal (encoder, vision or cross-attention)"
-    return None
-
-
-def _configs_below(config: Any) -> Iterator[Any]:
-    """A config and its sub-configs, parents first."""
-    yield config
-    for key in getattr(config, "sub_configs", None) or {}:
-        if (child := getattr(config, key, None)) is not None:
-            yield from _configs_below(child)
-
-
-def _distinct(configs: Iterator[Any]) -> list[Any]:
-    return list({id(config): config for config in configs}.values())
-
-
 @dataclass(eq=False)
 class Session:
     """The attention modules of one model while blasst is in charge of them.
@@ -193,7 +147,7 @@ class Session:
         session = Session(handler, [], [])
         known = session_of(model)
         before = {} if known is None else {id(config): original for config, original in known.configs}
-        served = []
+        served: list[Any] = []
         for name, module in attention_modules(model):
             reason = unserved_reason(name, module, ignore)
             config = getattr(module, "config", None)
@@ -209,7 +163,7 @@ class Session:
             raise ValueError(
                 f"model: no attention layer can be served ({why or 'no attention module found'})"
             )
-        configs = _distinct(c for config in served for c in _configs_below(config))
+        configs = distinct(c for config in served for c in configs_below(config))
         if any(getattr(config, "output_attentions", False) for config in configs):
             raise ValueError(
                 "model.config.output_attentions is True: tiles that are skipped have no weights to return"
@@ -358,7 +312,8 @@ def blasst_attention(
         )
     if kwargs.get("output_attentions"):
         raise UnsupportedError(
-            "output_attentions=True: skipped tiles have no weights to return; use blasst.disable(model) for that pass"
+            "output_attentions=True: skipped tiles have no weights to return; "
+            "call blasst.disable(model) for that pass"
         )
     record = record_of(attention_mask, query.shape[0], query.shape[2], sliding_window)
 
@@ -388,7 +343,7 @@ def blasst_attention(
             f"dropout={dropout}: call model.eval(), skipped tiles and dropout do not go together"
         )
     pattern = MaskPattern(causal=True, window=sliding_window) if record is None else record.pattern
-    assert pattern is not None  # noqa: S101 - _native_reason has seen it
+    assert pattern is not None
     q_length, slots = query.shape[2], key.shape[2]
     call = AttentionCall(
         module=module,

@@ -124,7 +124,7 @@ class MaskRecord:
     def packing(self, device: torch.device) -> Packing:
         """Indices of the real rows and keys; reads lengths on the host once."""
         if device not in self._packing:
-            assert self.key_mask is not None  # noqa: S101 - only padded batches are packed
+            assert self.key_mask is not None
             key_mask = self.key_mask.to(device)
             row_mask = key_mask[:, max(self.used - self.q_length, 0) : self.used]
             counts = torch.stack([row_mask.sum(1), key_mask.sum(1)])
@@ -228,7 +228,7 @@ class _Recent(threading.local):
 _recent = _Recent()
 
 
-@torch._dynamo.disable  # type: ignore[attr-defined]
+@torch.compiler.disable
 def blasst_mask(
     batch_size: int,
     q_length: int,

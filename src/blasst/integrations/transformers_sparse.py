@@ -19,7 +19,7 @@ def _prefill_padded(
     call: AttentionCall, threshold: Tensor | None, options: dict[str, Any]
 ) -> AttentionOutput:
     """Pack the real rows and keys, so that tiles start at each sequence's first real token."""
-    assert call.record is not None  # noqa: S101 - only padded calls come here
+    assert call.record is not None
     packing = call.record.packing(call.q.device)
     batch, q_length = call.q.shape[:2]
     result = blasst_attn_varlen_func(
@@ -170,7 +170,7 @@ class SparseHandler:
             self.counters.add(layer.index, call.phase, result.counts)
         if self.measure_skipped_mass and result.lse is not None:
             dense = attend(call, None, return_lse=True, impl=self.impl).lse
-            assert dense is not None  # noqa: S101 - it was asked for
+            assert dense is not None
             mass = -torch.expm1(result.lse - dense)  # a row that sees nothing: -inf - -inf = nan
             self.masses.setdefault(call.phase, MassSamples()).add(mass.clamp(0.0, 1.0).abs())  # no -0.0
         return result.out

@@ -50,7 +50,7 @@ class ThresholdRule:
             return self.value
         if self.kind == "scale_factor":
             return threshold_from_scale_factor(self.value, kv_len)
-        assert self.profile is not None  # noqa: S101 - checked when the rule was made
+        assert self.profile is not None
         return self.profile.threshold(self.phase, self.value, kv_len)
 
     def check(self, kv_len: int | Tensor) -> None:
@@ -63,7 +63,7 @@ class ThresholdRule:
         if self.kind == "scale_factor":
             return threshold_from_scale_factor(self.value, kv_len)
         if self.kind == "profile":
-            assert self.profile is not None  # noqa: S101 - checked when the rule was made
+            assert self.profile is not None
             return self.profile.threshold(self.phase, self.value, kv_len)
         return torch.full(kv_len.shape, self.value, dtype=torch.float32, device=kv_len.device)
 
@@ -138,8 +138,9 @@ def resolve_rules(
         fingerprint: of the model that the profile must belong to; None = not compared.
 
     Raises:
-        ValueError: none or several of the three ways are used, half of one is missing, or a value is out of range.
-        ProfileError: the profile cannot be read, belongs to another model or lacks a phase that was asked for.
+        ValueError: none or several of the three ways are used, half of one is missing, or a value is out
+            of range.
+        ProfileError: the profile cannot be read, belongs to another model or lacks a phase.
     """
     ways = {
         "profile and target_sparsity": profile is not None or target_sparsity is not None,
@@ -149,8 +150,8 @@ def resolve_rules(
     chosen = [name for name, used in ways.items() if used]
     if not chosen:
         raise ValueError(
-            "nothing to enable: give profile= with target_sparsity=, or threshold=, or threshold_scale_factor= "
-            "(without one of them the model would stay dense)"
+            "nothing to enable: give profile= with target_sparsity=, or threshold=, or "
+            "threshold_scale_factor= (without one of them the model would stay dense)"
         )
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(chosen)}: give one of them, not several")

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from blasst.core.types import Phase
+
 Row = dict[str, Any]
 
 #: Keys of every row of each list in report.json; order as written.
@@ -87,7 +89,7 @@ class FigureData:
 
     points: Sequence[Row] = ()
     curves: Sequence[Row] = ()
-    head_sparsity: Mapping[str, Any] = field(default_factory=dict)
+    head_sparsity: Mapping[Phase, Any] = field(default_factory=dict)
     head_target: float = 0.5
     skip_map: Row | None = None
     histograms: Sequence[Row] = ()

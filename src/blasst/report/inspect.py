@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blasst.core.types import PREFILL_TILE, Phase
+from blasst.evals.haystack import read_files, token_sequence
+from blasst.evals.models import LoadedModel
 from blasst.functional import blasst_attn_func
 from blasst.integrations.transformers import (
     attention_stats,
@@ -20,6 +23,7 @@ from blasst.integrations.transformers import (
     sparse_attention,
 )
 from blasst.integrations.transformers_attention import AttentionCall, Layer, Session
+from blasst.integrations.transformers_state import resolve_rules
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,16 @@ class Inspection:
     sparsity: Mapping[Phase, float]
     skipped_mass: Mapping[Phase, Mapping[str, float]]
     mass_samples: Mapping[Phase, Tensor]
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but the samples, as JSON values."""
+        return {
+            "seqlen": self.seqlen,
+            "rules": self.rules.splitlines(),
+            "sparsity": dict(self.sparsity),
+            "skipped_mass": {phase: dict(mass) for phase, mass in self.skipped_mass.items()},
+            "layers": [asdict(row) for row in self.layers],
+        }
 
 
 @torch.inference_mode()
@@ -240,3 +254,67 @@ def mass_histogram(samples: Tensor, *, decades: int = 6, bins_per_decade: int = 
     values = samples.double().numpy()
     counts, _ = np.histogram(values, edges)
     return {"edges": edges.tolist(), "counts": counts.tolist(), "below": int((values < edges[0]).sum())}
+
+
+def prompt_tokens(tokenizer: Any, prompt: Path | None, length: int) -> list[int]:
+    """Token ids of a text file, cut to a length, or of generated prose.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        prompt: UTF-8 text file; None = prose from the standard library's help texts.
+        length: tokens; a shorter file is used whole.
+    """
+    if prompt is None:
+        return token_sequence(tokenizer, "prose", seed=0, index=0, num_tokens=length)
+    return list(tokenizer(read_files([prompt])).input_ids)[:length]
+
+
+def inspect_prompt(
+    loaded: LoadedModel,
+    settings: Mapping[str, Any],
+    *,
+    prompt: Path | None,
+    length: int,
+    decode_tokens: int,
+    layer: int,
+    head: int,
+    out: Path | None,
+) -> Inspection:
+    """inspect_sequence on a text, and the pictures of it.
+
+    Args:
+        loaded: model and tokenizer.
+        settings: keyword arguments of sparse_attention.
+        prompt: text file, or None for generated prose.
+        length: tokens.
+        decode_tokens: tokens at the end that are fed one at a time.
+        layer: layer of the skip map.
+        head: query head of the skip map.
+        out: folder for skip_map.png, head_sparsity.png and skipped_mass.png; None = no pictures.
+
+    Raises:
+        ValueError: the text is too short, or there is no such layer or head.
+    """
+    ids = prompt_tokens(loaded.tokenizer, prompt, length)
+    inspection = inspect_sequence(loaded.model, ids, settings, decode_tokens=decode_tokens)
+    if out is None:
+        return inspection
+    from blasst.report import plots
+    from blasst.report.style import save_png
+
+    rule = resolve_rules(
+        settings.get("profile"), settings.get("target_sparsity"), settings.get("threshold"), None
+    )["prefill"]
+    threshold = rule.for_length(len(ids))
+    tiles = skip_map(loaded.model, ids, threshold=threshold or 0.0, layer=layer, head=head)
+    out.mkdir(parents=True, exist_ok=True)
+    target = float(settings.get("target_sparsity") or inspection.sparsity.get("prefill", 0.0))
+    shape = (PREFILL_TILE.query or 1, PREFILL_TILE.key)
+    save_png(plots.skip_map_figure(tiles.kept, tiles.visited, shape, tiles.title), out / "skip_map.png")
+    save_png(plots.head_sparsity_figure(inspection.head_sparsity, target), out / "head_sparsity.png")
+    rows = [
+        {"phase": phase, "seqlen": len(ids), "target": target, **mass_histogram(samples)}
+        for phase, samples in inspection.mass_samples.items()
+    ]
+    save_png(plots.skipped_mass_figure(rows), out / "skipped_mass.png")
+    return inspection

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
-from blasst.core.types import PHASES
+from blasst.core.types import PHASES, Phase
 from blasst.report.style import (
     CYCLE,
     GREY,
@@ -176,7 +176,7 @@ def quality_figure(quality: Sequence[Row], nll: Sequence[Row]) -> Figure:
     return figure
 
 
-def head_sparsity_figure(sparsity: Mapping[str, NDArray[np.float64]], target: float) -> Figure:
+def head_sparsity_figure(sparsity: Mapping[Phase, NDArray[np.float64]], target: float) -> Figure:
     """Sparsity of each layer and head as a heat map, one panel per phase.
 
     Args:

@@ -1,0 +1,248 @@
+"""The public functions: clear errors before any work, layouts, gradients, compilation."""
+
+import math
+
+import pytest
+import torch
+
+import blasst
+from blasst import attention, blasst_attn_func, blasst_attn_varlen_func, blasst_attn_with_kvcache
+from blasst.testing import heavy_tailed_inputs
+
+
+def inputs(**kwargs):
+    return heavy_tailed_inputs(2, 70, 300, 4, 2, 16, **kwargs)
+
+
+def cu(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"k": lambda x: x.half()}, ValueError, "k: got dtype torch.float16, want torch.float32 like q"),
+        ({"k": lambda x: x.to("meta")}, ValueError, "k: got a tensor on meta, want cpu like q"),
+        ({"k": lambda x: x[0]}, ValueError, "k: got shape .* want 4 dimensions"),
+        ({"k": lambda x: x[..., :8]}, ValueError, "k: got head_dim 8, want 16 like q"),
+        ({"k": lambda x: x[:, :10]}, ValueError, "v: got shape"),
+        ({"q": lambda x: x[:1]}, ValueError, "k: got batch 2, want 1 like q"),
+        ({"q": lambda x: x[..., :3, :]}, ValueError, "k: got 2 heads for 3 query heads"),
+        ({"q": lambda x: x[..., :0], "k": lambda x: x[..., :0]}, ValueError, "head dims 0"),
+        ({"v": lambda x: x.tolist()}, TypeError, "v: got list, want a tensor"),
+        (dict.fromkeys("qkv", lambda x: x.long()), TypeError, "q: got dtype torch.int64"),
+    ],
+)
+def test_wrong_tensors_are_named(change, error, message):
+    values = inputs()._asdict()
+    for name, f in change.items():
+        values[name] = f(values[name])
+    with pytest.raises(error, match=message):
+        blasst_attn_func(*values.values(), threshold=0.1)
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"window_size": (1,)}, TypeError),
+        ({"window_size": (1.5, 0)}, TypeError),
+        ({"window_size": (-2, 0)}, ValueError),
+        ({"softmax_scale": math.inf}, ValueError),
+        ({"softmax_scale": "1"}, TypeError),
+        ({"softcap": -1.0}, ValueError),
+        ({"sinks": torch.zeros(4, dtype=torch.int64)}, TypeError),
+        ({"sinks": torch.zeros(2)}, ValueError),
+        ({"max_skipped_mass": 0.0}, ValueError),
+        ({"max_skipped_mass": 1.0}, ValueError),
+        ({"max_skipped_mass": True}, TypeError),
+        ({"impl": "cuda9000"}, ValueError),
+    ],
+)
+def test_wrong_options_are_named(option, error):
+    with pytest.raises(error, match=next(iter(option))):
+        blasst_attn_func(*inputs(), threshold=0.1, **option)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"cu_seqlens_q": cu(0, 70, 140).long()}, TypeError, "cu_seqlens_q: got dtype torch.int64"),
+        ({"cu_seqlens_k": cu(0, 600)}, ValueError, "cu_seqlens_k: got shape"),
+        ({"cu_seqlens_q": cu(0, 90, 70)}, ValueError, "cu_seqlens_q: .* never to fall"),
+        ({"cu_seqlens_q": cu(0, 70, 141)}, ValueError, "cu_seqlens_q: got 141 tokens"),
+        ({"max_seqlen_q": 60}, ValueError, "max_seqlen_q: got 60, want at least 70"),
+        ({"max_seqlen_k": 1.0}, TypeError, "max_seqlen_k"),
+        ({"seqused_k": cu(300, 301)}, ValueError, "seqused_k: got values"),
+    ],
+)
+def test_wrong_lengths_of_packed_sequences_are_named(change, error, message):
+    values = {
+        "cu_seqlens_q": cu(0, 70, 140),
+        "cu_seqlens_k": cu(0, 300, 600),
+        "max_seqlen_q": 70,
+        "max_seqlen_k": 300,
+    }
+    with pytest.raises(error, match=message):
+        blasst_attn_varlen_func(*(x.flatten(0, 1) for x in inputs()), threshold=0.1, **{**values, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"cache_seqlens": cu(300, 301)},
+            ValueError,
+            "cache_seqlens: got values in .300, 301., want .0, 300.",
+        ),
+        ({"cache_seqlens": 301}, ValueError, "cache_seqlens: got 301"),
+        ({"cache_seqlens": 1.5}, TypeError, "cache_seqlens: got 1.5"),
+        ({"cache_leftpad": cu(5)}, ValueError, "cache_leftpad: got shape"),
+        (
+            {"cache_leftpad": cu(5, 200), "cache_seqlens": 100},
+            ValueError,
+            "cache_seqlens minus cache_leftpad",
+        ),
+        ({"k": torch.zeros(2, 3, 2, 16)}, ValueError, "cache_seqlens: got None"),
+        ({"k": torch.zeros(2, 3, 2, 16), "cache_seqlens": 298}, ValueError, "room for new keys"),
+        (
+            {"k": torch.zeros(2, 3, 2, 16), "cache_seqlens": 20},
+            ValueError,
+            "v: got None, want k and v together",
+        ),
+        ({"block_table": cu(0, 1), "cache_seqlens": 20}, ValueError, "block_table: got shape"),
+        ({"block_table": torch.zeros(2, 1), "cache_seqlens": 20}, TypeError, "block_table: got dtype"),
+        ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, ValueError, "cache_seqlens: got None"),
+    ],
+)
+def test_wrong_caches_are_named(change, error, message):
+    q, k_cache, v_cache = inputs()
+    with pytest.raises(error, match=message):
+        blasst_attn_with_kvcache(q, k_cache, v_cache, threshold=0.1, **change)
+
+
+def test_gradients_are_refused_at_the_call():
+    q, k, v = inputs()
+    for x in (q, k, v):
+        x.requires_grad_()
+        with pytest.raises(NotImplementedError, match="no backward pass"):
+            blasst_attn_func(q, k, v, threshold=0.1)
+        with torch.no_grad():
+            assert blasst_attn_func(q, k, v, threshold=0.1).out.requires_grad is False
+        x.requires_grad_(False)
+    with torch.inference_mode():
+        blasst_attn_func(q, k, v, threshold=0.1)
+
+
+def test_sdpa_layout_equals_torch():
+    q, k, v = (x.transpose(1, 2) for x in inputs())
+    got = attention(q, k, v, enable_gqa=True, scale=0.3, threshold=0.0, return_lse=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(got.out, expected, rtol=1e-5, atol=1e-6)
+    assert got.lse.shape == q.shape[:3]
+    with pytest.raises(ValueError, match="enable_gqa"):
+        attention(q, k, v, threshold=0.0)
+    with pytest.raises(ValueError, match="value: got shape"):
+        attention(q, k, v[:, :, :5], enable_gqa=True, threshold=0.0)
+
+
+def test_many_short_sequences_are_all_written():
+    q = torch.randn(3000, 2, 8)
+    starts = torch.arange(0, 3001, dtype=torch.int32)
+    got = blasst_attn_varlen_func(q, q, q, starts, starts, 1, 1, threshold=0.5)
+    torch.testing.assert_close(got.out, q)
+
+
+def arguments(phase, **change):
+    q, k, v = inputs()
+    values = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "phase": phase,
+        "threshold": torch.full((2,), 0.05),
+        "softmax_scale": 0.25,
+        "causal": True,
+        "window_size": [-1, -1],
+        "softcap": 0.0,
+        "sinks": None,
+        "max_skipped_mass": None,
+        "cu_seqlens_q": None,
+        "cu_seqlens_k": None,
+        "seqused_k": None,
+        "leftpad_k": None,
+        "block_table": None,
+        "max_seqlen_q": 70,
+        "max_seqlen_k": 300,
+        "want_counts": True,
+        "want_mass_bound": True,
+        "want_kept_tiles": True,
+        "impl": "eager",
+    }
+    if phase == "decode":
+        values.update(q=q[:, :2], max_seqlen_q=2, seqused_k=cu(300, 120))
+    values.update(change)
+    return tuple(values.values())
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_the_op_passes_torchs_own_checks(phase):
+    results = torch.library.opcheck(torch.ops.blasst.attention, arguments(phase))
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def test_shapes_for_the_compiler_equal_real_shapes():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    packed = dict(zip("qkv", (x.flatten(0, 1) for x in inputs()), strict=True))
+    packed.update(cu_seqlens_q=cu(0, 70, 140), cu_seqlens_k=cu(0, 300, 600))
+    for args in (arguments("prefill"), arguments("decode"), arguments("prefill", **packed)):
+        real = torch.ops.blasst.attention(*args)
+        with FakeTensorMode() as mode:
+            fake = torch.ops.blasst.attention(
+                *(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args)
+            )
+        for a, b in zip(real, fake, strict=True):
+            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+def test_compiles_as_one_graph_without_recompiling_per_length_or_threshold():
+    import torch._dynamo.testing
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+
+    def f(q, k, v, threshold, lengths):
+        prefill = blasst_attn_func(q, k, v, threshold=threshold, causal=True, return_counts=True)
+        decode = blasst_attn_with_kvcache(
+            q[:, :1], k, v, cache_seqlens=lengths, threshold_scale_factor=threshold, return_lse=True
+        )
+        return prefill.out, prefill.counts.skipped, decode.out, decode.lse
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, fullgraph=True, backend=counter)
+    for length in (320, 256, 300):
+        for threshold in (0.01, 0.02, 0.05):
+            q, k, v = heavy_tailed_inputs(1, 70, length, 4, 2, 16, seed=length)
+            for value in (threshold, torch.tensor([threshold])):
+                if isinstance(value, float) and length == 320 and threshold == 0.01:
+                    continue
+                args = (q, k, v, value, cu(length - 20))
+                for a, b in zip(compiled(*args), f(*args), strict=True):
+                    assert torch.equal(a, b)
+    # a float or a tensor threshold, a fixed or a symbolic length, a fixed or a symbolic float
+    assert counter.frame_count <= 5
+
+
+def test_export_keeps_the_op():
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v, threshold):
+            return blasst_attn_func(q, k, v, threshold=threshold, causal=True).out
+
+    args = (*inputs(), torch.full((2,), 0.05))
+    program = torch.export.export(Layer(), args)
+    assert any("blasst.attention" in str(node.target) for node in program.graph.nodes)
+    assert torch.equal(program.module()(*args), Layer()(*args))
+
+
+def test_the_serving_kernel_can_be_asked_for():
+    blasst_attn_func(*inputs(), threshold=0.1)
+    assert blasst.backend_used() == "eager"
