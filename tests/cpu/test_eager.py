@@ -70,7 +70,12 @@ def test_eager_equals_the_reference(call, threshold):
     if options["max_skipped_mass"] is not None and not torch.equal(got.kept_tiles, truth.kept_tiles):
         return  # a budget decision near its own cut; the promise itself is tested in test_reference.py
     yardstick = reference_attention(
-        *inputs, threshold=threshold, phase=phase, kept_tiles=truth.kept_tiles, dtype=inputs.q.dtype, **options
+        *inputs,
+        threshold=threshold,
+        phase=phase,
+        kept_tiles=truth.kept_tiles,
+        dtype=inputs.q.dtype,
+        **options,
     )
     assert_matches_reference(got, truth, yardstick, threshold, NEAR)
 
@@ -186,7 +191,15 @@ def test_each_sequence_of_a_packed_batch_equals_its_own_call():
     packed = [torch.cat([getattr(s, name)[0] for s in singles]) for name in ("q", "k", "v")]
     cu = torch.tensor([0, 256, 956, 2256], dtype=torch.int32)
     got = blasst_attn_varlen_func(
-        *packed, cu, cu, 1300, 1300, threshold_scale_factor=30.0, causal=True, return_lse=True, return_counts=True
+        *packed,
+        cu,
+        cu,
+        1300,
+        1300,
+        threshold_scale_factor=30.0,
+        causal=True,
+        return_lse=True,
+        return_counts=True,
     )
     assert int(got.counts.skipped.sum()) > 0
     for i, (single, n) in enumerate(zip(singles, lengths, strict=True)):

@@ -70,7 +70,9 @@ def calls(draw):
 def test_without_skipping_it_is_softmax_attention(call):
     inputs, options = call
     wanted = {key: value for key, value in options.items() if key != "phase"}
-    out, lse = dense_softmax(*inputs, wanted["causal"], wanted["window_size"], wanted["softcap"], wanted.get("sinks"))
+    out, lse = dense_softmax(
+        *inputs, wanted["causal"], wanted["window_size"], wanted["softcap"], wanted.get("sinks")
+    )
     for threshold in (None, 0.0):
         got = reference_attention(*inputs, threshold=threshold, **options)
         torch.testing.assert_close(got.out, out, rtol=1e-9, atol=1e-9)
@@ -121,10 +123,14 @@ def test_budget_still_skips_what_it_can_afford():
 def test_visiting_order_changes_what_is_skipped_but_not_the_promises():
     generator = torch.Generator().manual_seed(1)
     inputs = heavy_tailed_inputs(1, 256, 1024, 1, 1, 16, seed=5, hot_fraction=0.0)
-    inputs.k[:, 128:256, :, 0] = -24.0  # a tile that only the sink makes skippable before the diagonal is seen
+    inputs.k[
+        :, 128:256, :, 0
+    ] = -24.0  # a tile that only the sink makes skippable before the diagonal is seen
     inputs.v.copy_(torch.randn(inputs.v.shape, generator=generator))
     skipped = {
-        order: int(reference_attention(*inputs, threshold=0.05, causal=True, order=order).counts.skipped.sum())
+        order: int(
+            reference_attention(*inputs, threshold=0.05, causal=True, order=order).counts.skipped.sum()
+        )
         for order in ("sink_first", "descending", "ascending")
     }
     assert skipped["sink_first"] >= skipped["descending"] > 0
@@ -136,7 +142,10 @@ def test_a_given_map_is_followed():
     kept = torch.tensor([True, False, True, True]).view(1, 1, 1, 4)
     got = reference_attention(*inputs, threshold=0.0, kept_tiles=kept)
     assert torch.equal(got.kept_tiles, kept)
-    rest = torch.cat([inputs.k[:, :128], inputs.k[:, 256:]], 1), torch.cat([inputs.v[:, :128], inputs.v[:, 256:]], 1)
+    rest = (
+        torch.cat([inputs.k[:, :128], inputs.k[:, 256:]], 1),
+        torch.cat([inputs.v[:, :128], inputs.v[:, 256:]], 1),
+    )
     torch.testing.assert_close(got.out, reference_attention(inputs.q, *rest).out)
 
 
@@ -185,7 +194,10 @@ def test_other_tile_shapes_are_arguments():
 def test_paged_varlen_and_batched_calls_agree():
     inputs = heavy_tailed_inputs(2, 96, 400, 2, 1, 16, seed=8)
     lengths_q, lengths_k = [96, 40], [400, 250]
-    packed = [torch.cat([x[0, :a], x[1, :b]]) for x, (a, b) in zip(inputs, [lengths_q, lengths_k, lengths_k], strict=True)]
+    packed = [
+        torch.cat([x[0, :a], x[1, :b]])
+        for x, (a, b) in zip(inputs, [lengths_q, lengths_k, lengths_k], strict=True)
+    ]
     cu_q, cu_k = torch.tensor([0, 96, 136]), torch.tensor([0, 400, 650])
     got = reference_attention(*packed, threshold=0.05, causal=True, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     assert int(got.counts.skipped.sum()) > 0

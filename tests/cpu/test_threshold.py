@@ -28,7 +28,9 @@ def test_scale_factor_rises_with_the_target(a, b, first, second):
 @pytest.mark.parametrize("target", [0.0, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("length", [1, 127, 2048, 131072, 10**6])
 def test_calibrated_curve_stays_a_ratio_at_any_length(target, length):
-    assert 0.0 <= t.threshold_from_scale_factor(t.scale_factor_from_target(1000.0, 5.0, target), length) <= 1.0
+    assert (
+        0.0 <= t.threshold_from_scale_factor(t.scale_factor_from_target(1000.0, 5.0, target), length) <= 1.0
+    )
 
 
 def test_scale_factor_of_a_huge_exponent_does_not_overflow():

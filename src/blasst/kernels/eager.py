@@ -36,55 +36,9 @@ from blasst.core.types import (
     num_tiles,
 )
 from blasst.core.values import weighted_values
+from blasst.kernels.eager_rule import ScoredTiles, mass_bound_of, within_budget
 
 _LOWEST = -math.inf
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """Scores of one query tile against its visited key tiles.
-
-    Attributes:
-        tiles: visited key tiles.
-        scores: float32 (heads that vote, rows, tiles * tile.key), invisible = -inf.
-        tile_max: (heads, rows, tiles).
-        concerned: (rows, tiles) whether the row sees a key of the tile.
-        compare: (heads, rows, tiles) what the rule compares with: running maximum or anchor maximum.
-        anchor: (tiles,) bool, or None in prefill.
-        start: (heads, rows) sink logit or -inf.
-        begin: (rows,) first visible key.
-        end: (rows,) one past the last visible key.
-    """
-
-    tiles: range
-    scores: Tensor
-    tile_max: Tensor
-    concerned: Tensor
-    compare: Tensor
-    anchor: Tensor | None
-    start: Tensor
-    begin: Tensor
-    end: Tensor
-
-    def margin(self) -> Tensor:
-        """(heads, tiles): the tile is skipped at a threshold t iff its margin < ln(t)."""
-        gap = (self.tile_max - self.compare).nan_to_num(nan=math.inf, posinf=math.inf, neginf=_LOWEST)
-        gap = gap.masked_fill(~self.concerned, _LOWEST).amax(1)
-        return gap if self.anchor is None else gap.masked_fill(self.anchor, math.inf)
-
-    def kept(self, log_threshold: Tensor | None) -> Tensor:
-        """(heads, tiles): the rule, strict and safe for infinities; NaN keeps."""
-        if log_threshold is None:
-            return torch.ones_like(self.tile_max[:, 0], dtype=torch.bool)
-        agree = (self.tile_max < self.compare + log_threshold) | ~self.concerned
-        kept = ~agree.all(1)
-        return kept if self.anchor is None else kept | self.anchor
-
-    def visible(self, tile_key: int) -> Tensor:
-        """(rows, tiles * tile_key) bool."""
-        first = self.tiles.start * tile_key
-        key = torch.arange(first, first + len(self.tiles) * tile_key, device=self.scores.device)
-        return (key >= self.begin[:, None]) & (key < self.end[:, None])
 
 
 @dataclass(frozen=True)
@@ -137,7 +91,7 @@ class _Sequence:
             order,
         )
 
-    def score(self, q: Tensor, first_row: int) -> _Scored | None:
+    def score(self, q: Tensor, first_row: int) -> ScoredTiles | None:
         """Scores of the rows of one query tile.
 
         Args:
@@ -180,7 +134,9 @@ class _Sequence:
             return sinks.view(num_kv_heads, 1, group).expand(-1, rows, -1).reshape(num_kv_heads, -1)
         return sinks[:, None].expand(-1, rows)
 
-    def _with_rule(self, scores: Tensor, tiles: range, begin: Tensor, end: Tensor, start: Tensor) -> _Scored:
+    def _with_rule(
+        self, scores: Tensor, tiles: range, begin: Tensor, end: Tensor, start: Tensor
+    ) -> ScoredTiles:
         """Mask the edge tiles and find what the rule compares each tile with."""
         size, device = self.tile.key, scores.device
         first = tiles.start * size
@@ -204,12 +160,12 @@ class _Sequence:
             anchor = torch.tensor([j in anchors for j in tiles], device=device)
             top = tile_max[..., anchor].amax(-1)
             compare = torch.maximum(top, start)[..., None].expand_as(tile_max)
-            return _Scored(tiles, scores, tile_max, concerned, compare, anchor, start, begin, end)
+            return ScoredTiles(tiles, scores, tile_max, concerned, compare, anchor, start, begin, end)
         visit = torch.tensor(visiting_order(tiles, self.order), device=device) - tiles.start
         seen = torch.cat([start[..., None], tile_max[..., visit[:-1]]], dim=-1)
         compare = torch.empty_like(tile_max)
         compare[..., visit] = seen.cummax(-1).values
-        return _Scored(tiles, scores, tile_max, concerned, compare, None, start, begin, end)
+        return ScoredTiles(tiles, scores, tile_max, concerned, compare, None, start, begin, end)
 
 
 @dataclass(frozen=True)
@@ -250,7 +206,7 @@ def run(problem: AttentionProblem) -> AttentionOutput:
                 continue
             kept = scored.kept(log_threshold)
             if problem.max_skipped_mass is not None and log_threshold is not None:
-                kept = _within_budget(scored, kept, problem.max_skipped_mass, tile.key)
+                kept = within_budget(scored, kept, problem.max_skipped_mass, tile.key)
             if kept_map is not None:
                 kept_map[b, :, first_row // step, scored.tiles.start : scored.tiles.stop] = kept
             visited[b] += len(scored.tiles)
@@ -259,7 +215,7 @@ def run(problem: AttentionProblem) -> AttentionOutput:
             out[place][rows] = _rows_first(part, problem, tile).to(out.dtype)
             lse[place][rows] = _rows_first(part_lse, problem, tile)
             if problem.want_mass_bound:
-                bound = _mass_bound(scored, kept, part_lse, tile.key)
+                bound = mass_bound_of(scored, kept, part_lse, tile.key)
                 mass_bound[place][rows] = _rows_first(bound, problem, tile)
     axes = (1, 0) if problem.packed else (0, 2, 1)
     return AttentionOutput(
@@ -279,7 +235,7 @@ def _rows_first(value: Tensor, problem: AttentionProblem, tile: TileShape) -> Te
     return value.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
 
 
-def _attend(scored: _Scored, kept: Tensor, sequence: _Sequence) -> tuple[Tensor, Tensor]:
+def _attend(scored: ScoredTiles, kept: Tensor, sequence: _Sequence) -> tuple[Tensor, Tensor]:
     """Softmax and P.V over kept tiles: (heads, rows, head_dim_v) and lse (heads, rows)."""
     size = sequence.tile.key
     kept_max = scored.tile_max.masked_fill(~kept[:, None], _LOWEST).amax(-1)
@@ -313,60 +269,6 @@ def _attend(scored: _Scored, kept: Tensor, sequence: _Sequence) -> tuple[Tensor,
     row_sum = row_sum + torch.where(scored.start == _LOWEST, 0.0, (scored.start - safe).exp())
     norm = row_sum.masked_fill(row_sum == 0, 1.0)
     return acc / norm[..., None], row_max + row_sum.log()
-
-
-def _group_view(value: Tensor, tile_key: int) -> Tensor:
-    """(..., tiles * tile_key) to (..., tiles, tile_key // 32, 4, 4, 2); axes -3 and -1 run inside a group."""
-    return value.unflatten(-1, (-1, tile_key // 32, 4, 4, 2))
-
-
-def _tile_bounds(scored: _Scored, compare: Tensor, tile_key: int) -> tuple[Tensor, Tensor]:
-    """Each tile's mass bound relative to `compare` (heads, rows, tiles), its visible keys (rows, tiles)."""
-    visible = scored.visible(tile_key)
-    count = _group_view(visible, tile_key).sum((-3, -1))
-    group_max = _group_view(scored.scores, tile_key).amax((-3, -1))
-    term = count * (group_max - compare[..., None, None]).exp()
-    bound = term.masked_fill(count == 0, 0.0).sum((-2, -1))
-    return bound, count.sum((-2, -1))
-
-
-def _mass_bound(scored: _Scored, kept: Tensor, lse: Tensor, tile_key: int) -> Tensor:
-    """D / (D + row_sum) per row, with D and row_sum both relative to lse (so row_sum = 1)."""
-    if bool(kept.all()):
-        return torch.zeros_like(lse)
-    bound, _ = _tile_bounds(scored, lse[..., None], tile_key)
-    total = bound.masked_fill(kept[:, None], 0.0).sum(-1)
-    return torch.where(total == 0, 0.0, total / (total + 1.0))
-
-
-def _within_budget(scored: _Scored, kept: Tensor, eps: float, tile_key: int) -> Tensor:
-    """Keep also what the error budget of some row does not allow to skip."""
-    bound, count = _tile_bounds(scored, scored.compare, tile_key)
-    if scored.anchor is not None:
-        anchor_max = scored.compare[..., :1]
-        safe = anchor_max.masked_fill(anchor_max == _LOWEST, 0.0)
-        weight = (scored.scores - safe).exp().unflatten(-1, (-1, tile_key)).sum(-1)
-        row_sum = weight.masked_fill(~scored.anchor, 0.0).sum(-1, keepdim=True)
-        row_sum = row_sum + torch.where(
-            scored.start[..., None] == _LOWEST, 0.0, (scored.start[..., None] - safe).exp()
-        )
-        rest = count.masked_fill(scored.anchor, 0).sum(-1, keepdim=True).clamp(min=1)
-        afford = (bound <= eps * row_sum * count / rest) | ~scored.concerned
-        return kept | ~afford.all(1)
-    after = torch.maximum(scored.compare, scored.tile_max)
-    safe = after.masked_fill(after == _LOWEST, 0.0)
-    tile_sum = (scored.scores.unflatten(-1, (-1, tile_key)) - safe[..., None]).exp().sum(-1)
-    rescale = torch.where(scored.compare == after, 1.0, (scored.compare - safe).exp())
-    kept = kept.clone()
-    row_sum = (scored.start > _LOWEST).float()
-    skipped = torch.zeros_like(row_sum)
-    for j in visiting_order(range(len(scored.tiles)), "sink_first"):
-        afford = (skipped + bound[..., j] <= eps * row_sum) | ~scored.concerned[:, j]
-        kept[:, j] |= ~afford.all(1)
-        keep = kept[:, j, None]
-        skipped = torch.where(keep, skipped * rescale[..., j], skipped + bound[..., j])
-        row_sum = torch.where(keep, row_sum * rescale[..., j] + tile_sum[..., j], row_sum)
-    return kept
 
 
 def prefill_margins(
