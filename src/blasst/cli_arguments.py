@@ -63,18 +63,20 @@ def linear_threshold(text: str) -> float:
 
 
 class LengthList(tuple[int, ...]):
-    """Token counts, ascending; a type of its own because typer reads a plain sequence as a repeated option."""
+    """Token counts, ascending; a type of its own, since typer reads a sequence as a repeated option."""
 
 
-def sequence_lengths(text: str) -> LengthList:
+def sequence_lengths(text: str | LengthList) -> LengthList:
     """Comma-separated token counts; K stands for 1024: "1K,2K,4096".
 
     Args:
-        text: what was typed.
+        text: what was typed, or a default.
 
     Raises:
         typer.BadParameter: not a list of positive counts.
     """
+    if isinstance(text, LengthList):
+        return text
     lengths = []
     for part in text.split(","):
         match = _LENGTH.fullmatch(part.strip())
