@@ -64,6 +64,9 @@ Lengths = Annotated[
     LengthList, typer.Option(parser=sequence_lengths, metavar="L,L", help='Tokens, for example "1K,4096".')
 ]
 
+_BENCH_LENGTHS = LengthList((1024, 4096))
+_EVAL_LENGTHS = LengthList((4096,))
+
 _show_traceback = False
 
 
@@ -111,7 +114,7 @@ def _load_model(name: str, device: str) -> Any:
 @app.command()
 def bench(
     phase: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="What to time.")] = "both",
-    lengths: Lengths = LengthList((1024, 4096)),
+    lengths: Lengths = _BENCH_LENGTHS,
     threshold: Thresholds = None,
     batch: Annotated[int, typer.Option(min=1)] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
@@ -150,20 +153,10 @@ def bench(
     if out is not None:
         append_rows(out, rows, block)
     if not json_output:
-        shown = (
-            "kernel",
-            "phase",
-            "seqlen_k",
-            "threshold",
-            "sparsity",
-            "time_ms",
-            "time_ms_low",
-            "time_ms_high",
-        )
-        print_table(
-            f"Median times, {rows[0].inputs} inputs",
-            [{key: asdict(row)[key] for key in shown} for row in rows],
-        )
+        shown = {"kernel": "kernel", "phase": "phase", "keys": "seqlen_k", "threshold": "threshold"}
+        shown |= {"sparsity": "sparsity", "ms": "time_ms", "ms low": "time_ms_low", "ms high": "time_ms_high"}
+        table = [{name: asdict(row)[key] for name, key in shown.items()} for row in rows]
+        print_table(f"Median times; inputs: {rows[0].inputs}", table)
     print_json({"rows": [asdict(row) for row in rows], "environment": block})
 
 
@@ -174,7 +167,7 @@ def evaluate(
     target: Targets = None,
     threshold: Thresholds = None,
     task: Annotated[list[str] | None, typer.Option(help="Task kind; repeatable. Default: all 13.")] = None,
-    lengths: Lengths = LengthList((4096,)),
+    lengths: Lengths = _EVAL_LENGTHS,
     items: Annotated[int, typer.Option(min=1, help="Items per task and length.")] = 10,
     batch_size: Annotated[int, typer.Option(min=1)] = 8,
     seed: Annotated[int, typer.Option(min=0)] = 0,
