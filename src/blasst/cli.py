@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from blasst._version import __version__
+from blasst.calibrate.export import Engine
 from blasst.cli_arguments import (
     DEFAULT_MODEL,
     INSTALL_MODEL,
@@ -257,6 +258,46 @@ def inspect(
         error_console.print(inspection.rules, markup=False)
         print_table(f"Layers, {inspection.seqlen} tokens", [asdict(row) for row in inspection.layers])
     print_json(inspection.summary())
+
+
+@app.command()
+def export(
+    profile: Annotated[
+        Path, typer.Argument(parser=existing_file, metavar="PROFILE", help="Calibration file.")
+    ],
+    to: Annotated[Engine, typer.Option("--to", help="Engine to write for.")],
+    target: Annotated[
+        float | None,
+        typer.Option(parser=sparsity_target, metavar="S", help="Default: the targets in the profile."),
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Keys at which the factors shall be exact; not for modelopt.")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="Module pattern that stays dense; modelopt only; repeatable.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(parser=output_file, metavar="FILE", help="Write there; default: print.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Write a calibration as the setting of another engine, and say where that engine differs."""
+    from blasst.calibrate.export import export_profile
+    from blasst.core.profile import load_profile
+
+    setting = export_profile(
+        load_profile(profile, serving=False), to, target_sparsity=target, kv_len=length, ignore=ignore or ()
+    )
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(setting.text, encoding="utf-8")
+    if json_output:
+        print_json({**asdict(setting), "file": None if out is None else str(out)})
+        return
+    for note in setting.notes:
+        error_console.print(f"note: {note}", markup=False)
+    if out is None:
+        sys.stdout.write(setting.text)
 
 
 @app.command()
