@@ -1,0 +1,311 @@
+"""Counts for a calibration: dense forward passes in which every attention call also counts.
+
+The output of each layer is the model's own dense attention. Beside it, the margin of every visited tile is
+found in the serving tile shape and visiting order (a tile is skipped at a threshold t iff its margin is below
+ln t), so one pass counts for every candidate threshold at once. Decode counts come from decode steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from blasst.calibrate.counts import CountPoint, Floats
+from blasst.calibrate.generate import greedy_pass
+from blasst.calibrate.prompts import Prompt, prompts_hash
+from blasst.core.errors import CalibrationError
+from blasst.core.types import DECODE_TILE, PHASES, PREFILL_TILE, Phase, TileShape, VisitingOrder
+from blasst.integrations.transformers_attention import AttentionCall, Layer, Session, session_of
+from blasst.kernels.eager import decode_margins, prefill_margins
+
+#: Called with prompts done, prompts in all, and what comes next.
+Progress = Callable[[int, int, str], None]
+
+#: Candidate thresholds of a calibration, rising.
+DEFAULT_THRESHOLDS: Floats = np.logspace(-7, 0, 64)
+
+
+@dataclass(frozen=True, eq=False)
+class CountRecord:
+    """Counts of one prompt in one phase.
+
+    Attributes:
+        prompt: number of the prompt.
+        kind: its kind.
+        phase: "prefill" or "decode".
+        kv_len: keys by which the kernel divides; in decode the mean over the steps, rounded.
+        skipped: int64 (thresholds, layers, heads); KV heads in decode. Layers with fewer heads than the
+            widest have zeros.
+        visited: int64 (layers, heads).
+    """
+
+    prompt: int
+    kind: str
+    phase: Phase
+    kv_len: int
+    skipped: NDArray[np.int64]
+    visited: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class CountTable:
+    """Everything that `collect` counted.
+
+    Attributes:
+        thresholds: rising, in (0, 1], float64 (T,).
+        layers: names of the attention modules, in the order of the counts.
+        records: one per prompt and phase.
+        data_hash: digest of the token ids.
+        num_prompts: prompts that were run.
+    """
+
+    thresholds: Floats
+    layers: tuple[str, ...]
+    records: tuple[CountRecord, ...]
+    data_hash: str
+    num_prompts: int
+
+    def points(self, phase: Phase) -> list[CountPoint]:
+        """Counts per prompt, summed over layers and heads, for the fit; none for prompts without tiles."""
+        points = []
+        for record in self.records:
+            visited = int(record.visited.sum())
+            if record.phase == phase and visited:
+                skipped = record.skipped.sum(axis=(1, 2))
+                points.append(CountPoint(record.kind, record.kv_len, self.thresholds, skipped, visited))
+        return points
+
+    def head_sparsity(self, phase: Phase, threshold: float) -> Floats:
+        """Sparsity per layer and head at the counted threshold nearest in log, float64 (layers, heads)."""
+        records = [record for record in self.records if record.phase == phase]
+        if not records:
+            raise CalibrationError(f"{phase} was not counted")
+        nearest = int(np.abs(np.log(self.thresholds) - np.log(threshold)).argmin())
+        skipped = sum(record.skipped[nearest] for record in records)
+        visited = sum(record.visited for record in records)
+        return np.asarray(skipped / np.maximum(visited, 1), dtype=np.float64)
+
+
+@dataclass(eq=False)
+class _CountingHandler:
+    """Runs the model's own attention and adds each call's margins to histograms on the device.
+
+    Bin i of a histogram holds the tiles whose margin is at least i of the sorted log thresholds, so the tiles
+    skipped at threshold j are those in bins 0 to j.
+    """
+
+    log_thresholds: Floats
+    phases: Sequence[Phase]
+    prefill_tile: TileShape
+    prefill_order: VisitingOrder
+    histograms: dict[tuple[Phase, int, int], Tensor] = field(default_factory=dict)
+    lengths: dict[tuple[Phase, int], dict[int, list[int]]] = field(default_factory=dict)
+    _edges: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def edges(self, device: torch.device) -> Tensor:
+        """The sorted log thresholds, float32, on a device."""
+        if device not in self._edges:
+            self._edges[device] = torch.tensor(self.log_thresholds, dtype=torch.float32, device=device)
+        return self._edges[device]
+
+    def __call__(self, layer: Layer, call: AttentionCall) -> Tensor:
+        """The model's own attention; counts on the side."""
+        if call.phase in self.phases:
+            for index, rows, keys in call.sequences():
+                q, k = call.q[index, rows], call.k[index, keys]
+                known = self.lengths.setdefault((call.phase, index), {})
+                known.setdefault(layer.index, []).append(k.shape[0])
+                self._add((call.phase, index, layer.index), self._margins(call, q, k))
+        return call.native()
+
+    def _margins(self, call: AttentionCall, q: Tensor, k: Tensor) -> Tensor:
+        """Margins (heads that vote, visited tiles) of one sequence."""
+        if call.phase == "decode":
+            return decode_margins(
+                q,
+                k,
+                softmax_scale=call.scale,
+                causal=True,
+                window_size=call.window_size,
+                softcap=call.softcap,
+                sinks=call.sinks,
+            )[1]
+        parts = [
+            margin
+            for _, _, margin in prefill_margins(
+                q,
+                k,
+                softmax_scale=call.scale,
+                causal=True,
+                window_size=call.window_size,
+                softcap=call.softcap,
+                sinks=call.sinks,
+                tile=self.prefill_tile,
+                order=self.prefill_order,
+            )
+        ]
+        return torch.cat(parts, dim=1)
+
+    def _add(self, key: tuple[Phase, int, int], margins: Tensor) -> None:
+        edges = self.edges(margins.device)
+        bins = torch.bucketize(margins, edges, right=True)  # NaN goes last: kept
+        known = self.histograms.get(key)
+        if known is None:
+            known = torch.zeros(margins.shape[0], len(edges) + 1, dtype=torch.int64, device=margins.device)
+            self.histograms[key] = known
+        known.scatter_add_(1, bins, torch.ones_like(bins))
+
+    def take(
+        self, phase: Phase, index: int, layers: int
+    ) -> tuple[int, NDArray[np.int64], NDArray[np.int64]] | None:
+        """(kv_len, skipped, visited) of one sequence since the last `clear`; None = it never ran."""
+        known = self.lengths.get((phase, index))
+        if not known:
+            return None
+        lengths = max(known.values(), key=max)  # layers with a sliding window may hold fewer keys
+        parts = {layer: self.histograms[phase, index, layer].cpu().numpy() for layer in known}
+        heads = max(part.shape[0] for part in parts.values())
+        table = np.zeros((layers, heads, len(self.log_thresholds) + 1), dtype=np.int64)
+        for layer, part in parts.items():
+            table[layer, : part.shape[0]] = part
+        skipped = table[..., :-1].cumsum(axis=-1).transpose(2, 0, 1)
+        # A prompt is labelled with its last call (all its keys), decode steps with their mean.
+        kv_len = lengths[-1] if phase == "prefill" else round(sum(lengths) / len(lengths))
+        return kv_len, skipped, table.sum(axis=-1)
+
+    def clear(self) -> None:
+        """Start the next prompts."""
+        self.histograms.clear()
+        self.lengths.clear()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode for every module and no gradients; each module's own mode is put back afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def _counting(model: nn.Module, handler: _CountingHandler, ignore: Sequence[str]) -> Iterator[Session]:
+    previous = session_of(model)
+    session = Session.create(model, handler, ignore)
+    if previous is not None:
+        previous.deactivate()
+    try:
+        session.activate()
+        yield session
+    finally:
+        session.deactivate()
+        if previous is not None:
+            previous.activate()
+
+
+def _check_thresholds(thresholds: Sequence[float] | Floats | None) -> Floats:
+    values = np.asarray(DEFAULT_THRESHOLDS if thresholds is None else thresholds, dtype=np.float64)
+    if (
+        values.ndim != 1
+        or not values.size
+        or not ((values > 0) & (values <= 1)).all()
+        or (np.diff(values) <= 0).any()
+    ):
+        raise ValueError("thresholds: wants rising values in (0, 1]")
+    return values
+
+
+def _check_lengths(lengths: Sequence[int], phases: Sequence[Phase], tile: TileShape) -> None:
+    """Refuse samples in which no tile could ever be skipped."""
+    if not lengths:
+        raise CalibrationError("prompts: got none, need at least one")
+    if min(lengths) < 1:
+        raise CalibrationError("prompts: one has no tokens")
+    needed = {"prefill": tile.key, "decode": 3 * DECODE_TILE.key}
+    for phase in phases:
+        if max(lengths) <= needed[phase]:
+            raise CalibrationError(
+                f"prompts: the longest has {max(lengths)} tokens, so {phase} has no skippable tile; "
+                f"need more than {needed[phase]} tokens (and far more for a useful calibration)"
+            )
+
+
+def collect(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    *,
+    phases: Sequence[Phase] = PHASES,
+    thresholds: Sequence[float] | Floats | None = None,
+    decode_tokens: int = 16,
+    batch_size: int = 1,
+    padding_side: Literal["left", "right"] = "left",
+    ignore: Sequence[str] = (),
+    prefill_tile: TileShape = PREFILL_TILE,
+    prefill_order: VisitingOrder = "sink_first",
+    progress: Progress | None = None,
+) -> CountTable:
+    """Run prompts densely and count, per layer, head and threshold, the tiles that would be skipped.
+
+    The model runs in eval mode without gradients; its mode and its attention are put back, also after an
+    exception. Counts are per sequence: padding changes none of them.
+
+    Args:
+        model: a transformers causal language model.
+        tokenizer: for prompts given as text; may be None when all have token ids.
+        prompts: what to run.
+        phases: which phases to count.
+        thresholds: rising candidates in (0, 1]; default `DEFAULT_THRESHOLDS`.
+        decode_tokens: greedy decode steps after each prompt; needed for the decode phase.
+        batch_size: prompts per forward.
+        padding_side: where shorter prompts of a batch are padded.
+        ignore: fnmatch patterns of attention modules that are not counted (and will not be served).
+        prefill_tile: tile shape to count prefill in; another engine's shape for an export to it.
+        prefill_order: visiting order to count prefill in.
+        progress: called before each batch and at the end.
+
+    Raises:
+        CalibrationError: no prompts, or all too short to skip anything.
+        ValueError: bad arguments, or no layer of the model can be served.
+    """
+    values = _check_thresholds(thresholds)
+    if unknown := set(phases) - set(PHASES):
+        raise ValueError(f"phases: unknown {sorted(unknown)}, known are {list(PHASES)}")
+    if not phases or batch_size < 1:
+        raise ValueError("phases and batch_size: nothing to count")
+    if "decode" in phases and decode_tokens < 1:
+        raise ValueError(f"decode_tokens: got {decode_tokens}, decode counts need at least 1")
+    tokens = [prompt.ids(tokenizer) for prompt in prompts]
+    _check_lengths([len(ids) for ids in tokens], phases, prefill_tile)
+    handler = _CountingHandler(np.log(values), phases, prefill_tile, prefill_order)
+    steps = decode_tokens if "decode" in phases else 0
+    records: list[CountRecord] = []
+    with evaluating(model), _counting(model, handler, ignore) as session:
+        for begin in range(0, len(tokens), batch_size):
+            chunk = tokens[begin : begin + batch_size]
+            if progress is not None:
+                longest = max(map(len, chunk))
+                progress(begin, len(tokens), f"{prompts[begin].kind}, {longest} tokens")
+            handler.clear()
+            greedy_pass(model, chunk, steps, padding_side)
+            for phase in phases:
+                for index in range(len(chunk)):
+                    counts = handler.take(phase, index, len(session.served))
+                    if counts is not None:
+                        records.append(
+                            CountRecord(begin + index, prompts[begin + index].kind, phase, *counts)
+                        )
+    if progress is not None:
+        progress(len(tokens), len(tokens), "done")
+    return CountTable(values, session.served, tuple(records), prompts_hash(tokens), len(tokens))
