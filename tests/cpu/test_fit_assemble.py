@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from blasst.calibrate.assemble import achieved_on, build_profile, point_of_record, prompts_hash
+from blasst.calibrate.assemble import achieved_on, build_profile, point_of_record
+from blasst.calibrate.counts import CountPoint
 from blasst.core.errors import CalibrationError, ProfileError
 from blasst.core.profile import DataInfo, ModelInfo, Profile, load_profile
 from blasst.core.types import Phase, TileShape
@@ -112,6 +113,11 @@ def test_a_record_with_other_shapes_is_refused() -> None:
         point_of_record(Record("prefill", "a", 9, GRID, record.skipped, record.visited[:2]))
 
 
-def test_hash_of_prompts_depends_on_text_and_order() -> None:
-    assert prompts_hash(["a", "b"]) == prompts_hash(["a", "b"])
-    assert len({prompts_hash(x) for x in (["a", "b"], ["b", "a"], ["ab"], ["ab", ""], [])}) == 5
+def test_a_table_that_sums_its_own_records_gives_the_same_profile() -> None:
+    class Table:
+        def points(self, phase: Phase) -> list[CountPoint]:
+            return [point_of_record(record) for record in _records() if record.phase == phase]
+
+    profile = build_profile(Table(), model_info=MODEL, data_info=DATA)
+    assert profile == _profile()
+    assert achieved_on(profile, Table()) == achieved_on(profile, _records())

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, TypedDict
+from typing import Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +44,15 @@ class CountRecord(Protocol):
     def visited(self) -> NDArray[np.int64]: ...  # noqa: D102
 
 
+@runtime_checkable
+class CountSource(Protocol):
+    """A table that sums its own records, such as `collect.CountTable`."""
+
+    def points(self, phase: Phase) -> list[CountPoint]:
+        """Counts per prompt of one phase, summed over layers and heads; empty when it was not counted."""
+        ...
+
+
 class AchievedRow(TypedDict):
     """Sparsity achieved on prompts of about one length at the profile's thresholds for one target."""
 
@@ -74,8 +82,17 @@ def point_of_record(record: CountRecord) -> CountPoint:
     )
 
 
+def _points_by_phase(counts: CountSource | Iterable[CountRecord]) -> dict[Phase, list[CountPoint]]:
+    if isinstance(counts, CountSource):
+        return {phase: found for phase in PHASES if (found := counts.points(phase))}
+    points: dict[Phase, list[CountPoint]] = {}
+    for record in counts:
+        points.setdefault(record.phase, []).append(point_of_record(record))
+    return points
+
+
 def build_profile(
-    records: Iterable[CountRecord],
+    counts: CountSource | Iterable[CountRecord],
     *,
     model_info: ModelInfo,
     data_info: DataInfo,
@@ -87,7 +104,7 @@ def build_profile(
     """Fit every phase that was counted.
 
     Args:
-        records: one per prompt and phase.
+        counts: a table, or its records, one per prompt and phase.
         model_info: which model was counted.
         data_info: on what.
         target_sparsity: default targets to keep in the profile: a number for every counted phase or a
@@ -100,9 +117,7 @@ def build_profile(
         CalibrationError: no records, or counts that cannot be fitted (see `fit_phase`).
         ProfileError: a default target for a phase that was not counted.
     """
-    points: dict[Phase, list[CountPoint]] = {}
-    for record in records:
-        points.setdefault(record.phase, []).append(point_of_record(record))
+    points = _points_by_phase(counts)
     if not points:
         raise CalibrationError(f"need at least {min_samples} samples at 2 or more lengths, got 0")
     if target_sparsity is None:
@@ -133,7 +148,9 @@ def build_profile(
 
 
 def achieved_on(
-    profile: Profile, records: Iterable[CountRecord], targets: Sequence[float] = (0.5, 0.7)
+    profile: Profile,
+    counts: CountSource | Iterable[CountRecord],
+    targets: Sequence[float] = (0.5, 0.7),
 ) -> list[AchievedRow]:
     """Sparsity that the profile's thresholds achieve on other prompts, per phase, length and target.
 
@@ -141,17 +158,15 @@ def achieved_on(
     thresholds the count is interpolated in ln(threshold).
 
     Args:
-        profile: with every phase of the records.
-        records: counts of held-out prompts.
+        profile: with every phase that was counted.
+        counts: of held-out prompts.
         targets: in (0, 1].
 
     Raises:
         ProfileError: a phase was not calibrated.
         CalibrationError: shapes or values that no count can have.
     """
-    points: dict[Phase, list[CountPoint]] = {}
-    for record in records:
-        points.setdefault(record.phase, []).append(point_of_record(record))
+    points = _points_by_phase(counts)
     rows: list[AchievedRow] = []
     for phase in PHASES:
         for group in group_by_length(points.get(phase, [])):
@@ -167,13 +182,3 @@ def achieved_on(
                     AchievedRow(phase=phase, seqlen=seqlen, target=target, achieved=skipped / visited)
                 )
     return rows
-
-
-def prompts_hash(prompts: Iterable[str]) -> str:
-    """Digest of prompts in their order, for `DataInfo.hash`."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        data = prompt.encode()
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-    return digest.hexdigest()[:32]
