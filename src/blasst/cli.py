@@ -65,6 +65,7 @@ Lengths = Annotated[
     LengthList, typer.Option(parser=sequence_lengths, metavar="L,L", help='Tokens, for example "1K,4096".')
 ]
 
+_CALIBRATION_LENGTHS = LengthList((1024, 2048, 4096, 8192))
 _BENCH_LENGTHS = LengthList((1024, 4096))
 _EVAL_LENGTHS = LengthList((4096,))
 
@@ -110,6 +111,40 @@ def _load_model(name: str, device: str) -> Any:
     if name == DEFAULT_MODEL:
         return load_smollm2(device=device)
     return load_model(name, device=device)
+
+
+@app.command()
+def calibrate(
+    model: Model = DEFAULT_MODEL,
+    out: Annotated[Path, typer.Option(parser=output_file, metavar="FILE", help="Profile to write.")] = Path(
+        "profile.json"
+    ),
+    lengths: Lengths = _CALIBRATION_LENGTHS,
+    per_kind: Annotated[int, typer.Option(min=1, help="Prompts per kind of text and length.")] = 1,
+    decode_tokens: Annotated[
+        int, typer.Option(min=0, help="Decode steps after each prompt; 0 = prefill only.")
+    ] = 16,
+    target: Annotated[
+        float | None,
+        typer.Option(parser=sparsity_target, metavar="S", help="Default target to keep in the profile."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Device = "cpu",
+    json_output: Json = False,
+) -> None:
+    """Count skipped tiles in one pass per prompt and fit the threshold for any target and length."""
+    from blasst.report.calibration import CalibrationPlan, calibrate_model, profile_summary
+
+    plan = CalibrationPlan(tuple(lengths), per_kind, decode_tokens, seed, target)
+    loaded = _load_model(model, device)
+    with progress_bar("calibrate") as progress:
+        profile = calibrate_model(loaded, plan, progress)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    profile.save(out)
+    rows = profile_summary(profile)
+    if not json_output:
+        print_table(f"Calibration of {loaded.name}", rows)
+    print_json({"profile": str(out), "phases": rows})
 
 
 @app.command()

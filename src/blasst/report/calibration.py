@@ -1,0 +1,105 @@
+"""Calibrate a model on the packaged mix of prompts, and check the profile on prompts it has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blasst.calibrate.assemble import build_profile
+from blasst.calibrate.collect import collect
+from blasst.calibrate.prompts import calibration_prompts
+from blasst.core.profile import DataInfo, ModelInfo, Profile, model_fingerprint
+from blasst.core.types import PHASES, Phase
+from blasst.evals.models import LoadedModel
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """What is run to calibrate.
+
+    Attributes:
+        lengths: tokens of the prompts; at least two for a fit that knows about length.
+        per_kind: prompts of each kind (prose, code, noise, retrieval) and length.
+        decode_tokens: decode steps after each prompt; 0 = prefill only.
+        seed: of the prompts.
+        target_sparsity: default target to keep in the profile, checked to be reachable; None = no default.
+    """
+
+    lengths: tuple[int, ...]
+    per_kind: int = 1
+    decode_tokens: int = 16
+    seed: int = 0
+    target_sparsity: float | None = None
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Phases that get calibrated."""
+        return PHASES if self.decode_tokens else ("prefill",)
+
+
+def calibrate_model(loaded: LoadedModel, plan: CalibrationPlan, progress: Progress | None = None) -> Profile:
+    """One dense forward pass per prompt, then the fit.
+
+    Args:
+        loaded: model and tokenizer.
+        plan: what to run.
+        progress: called with prompts done, prompts in all, and what comes next.
+
+    Raises:
+        CalibrationError: the prompts cannot support a calibration, or the target is out of reach.
+        ValueError: a length that the model cannot take.
+    """
+    limit = getattr(loaded.model.config, "max_position_embeddings", None)
+    if limit is not None and max(plan.lengths) > limit:
+        raise ValueError(f"lengths: {max(plan.lengths)} tokens asked for, the model takes {limit}")
+    lengths = _fitting(plan.lengths, plan.decode_tokens, limit)
+    prompts = calibration_prompts(loaded.tokenizer, lengths, per_kind=plan.per_kind, seed=plan.seed)
+    table = collect(
+        loaded.model,
+        loaded.tokenizer,
+        prompts,
+        phases=plan.phases,
+        decode_tokens=plan.decode_tokens,
+        progress=progress,
+    )
+    return build_profile(
+        table,
+        model_info=ModelInfo(loaded.name, model_fingerprint(loaded.model.config.to_dict())),
+        data_info=DataInfo(
+            table.data_hash, table.num_prompts, tuple(sorted({prompt.kind for prompt in prompts}))
+        ),
+        target_sparsity=plan.target_sparsity,
+    )
+
+
+def _fitting(lengths: Sequence[int], decode_tokens: int, limit: int | None) -> list[int]:
+    """Lengths that leave room for the decode steps within the positions that the model knows."""
+    return [length if limit is None else min(length, limit - decode_tokens) for length in lengths]
+
+
+def profile_summary(profile: Profile) -> list[dict[str, Any]]:
+    """One row per phase for a table: selected model, its fit, and what was observed.
+
+    Args:
+        profile: what calibration made.
+    """
+    rows = []
+    for phase, fit in profile.phases.items():
+        held_out = [r for r in fit.residuals if r.model == fit.selected and r.held_out]
+        rows.append(
+            {
+                "phase": phase,
+                "model": fit.selected,
+                "chosen by": fit.selected_by,
+                "r2": fit.model.r2,
+                "largest held-out error": max(
+                    (abs(value) for r in held_out for value in r.residual), default=None
+                ),
+                "lengths": f"{fit.observed.seqlen[0]} to {fit.observed.seqlen[1]}",
+                "sparsities": f"{fit.observed.sparsity[0]:.2f} to {fit.observed.sparsity[1]:.2f}",
+            }
+        )
+    return rows
