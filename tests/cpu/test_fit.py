@@ -14,6 +14,7 @@ from blasst.calibrate.fit import CountPoint, fit_phase
 from blasst.core.errors import CalibrationError
 from blasst.core.phase_fit import PhaseFit
 from blasst.core.profile import DataInfo, ModelInfo, Profile, ProfileWarning
+from blasst.core.sparsity_model import ExponentialModel, LengthExponentModel
 from blasst.core.types import Phase
 
 GRID = np.exp(np.linspace(-14.0, 0.0, 57))
@@ -102,6 +103,27 @@ def test_published_fixed_threshold_data_fit_better_with_a_length_exponent() -> N
     assert fit.length_exponent.r2 > 0.98
     assert _held_out_rms(fit, "length_exponent") < 0.02
     assert _held_out_rms(fit, "exponential") > 2 * _held_out_rms(fit, "length_exponent")
+    # docs/calibration.md quotes these errors at the ten published points.
+    for model, wanted in ((fit.length_exponent, 0.005), (fit.exponential, 0.031)):
+        errors = [
+            _sparsity_of(model, t, n) - published[t][i] / 100
+            for t in published
+            for i, n in enumerate(lengths)
+        ]
+        assert math.sqrt(np.mean(np.square(errors))) == pytest.approx(wanted, abs=0.001)
+
+
+def _sparsity_of(model: ExponentialModel | LengthExponentModel, threshold: float, length: float) -> float:
+    """Target at which a model gives a threshold, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        target = (low + high) / 2
+        log_scale, exponent = model.coefficients(target)
+        if log_scale + exponent * math.log(length) < math.log(threshold):
+            low = target
+        else:
+            high = target
+    return low
 
 
 def test_two_lengths_are_compared_on_the_fitted_lengths_and_say_so() -> None:

@@ -227,6 +227,17 @@ def _schema() -> Any:
     return json.loads(resources.files("blasst.core").joinpath("profile.schema.json").read_text())
 
 
+def test_every_field_of_the_schema_is_described_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "calibration.md").read_text()
+    schema = _schema()
+    names = set(schema["properties"]) | set(schema["$defs"]["phase"]["properties"])
+    for group in ("points", "residuals", "kind_spread"):
+        names |= set(schema["$defs"]["phase"]["properties"][group]["items"]["properties"])
+    assert len(names) > 20
+    # Fields of length_exponent are written as c0..c4 there.
+    assert not [name for name in sorted(names) if f"`{name}" not in text and f".{name}" not in text]
+
+
 def test_prefill_only_profile_comes_back_exactly_and_decode_says_it_is_dense(tmp_path: Path) -> None:
     profile = _profile(_fit(), target={"prefill": 0.7})
     profile.save(tmp_path / "p.json")
