@@ -254,8 +254,8 @@ def test_calibration_and_heldout_prompts_share_no_text(kind):
             found |= {text[i : i + width] for i in range(len(text) - width)}
         pieces.append(found)
     shared = pieces[0] & pieces[1]
-    # source files repeat lines of one another (licences, separators, idioms)
-    assert len(shared) <= (0.01 * len(pieces[1]) if kind == "code" else 0)
+    # source files repeat lines of one another (licences, idioms), help texts have standard headings
+    assert len(shared) <= len(pieces[1]) * {"code": 0.01, "noise": 0.0}.get(kind, 0.001)
 
 
 def test_a_retrieval_prompt_ends_with_a_question_about_one_of_its_needles():
