@@ -234,8 +234,8 @@ def _checked(
         raise ValueError("sequences: none given")
     if decode_tokens < 0 or chunk_size < 1 or (last_tokens is not None and last_tokens < 1):
         raise ValueError(
-            f"last_tokens {last_tokens}, decode_tokens {decode_tokens}, chunk_size {chunk_size}: want at least "
-            "1, 0 and 1"
+            f"last_tokens {last_tokens}, decode_tokens {decode_tokens}, chunk_size {chunk_size}: want at"
+            " least 1, 0 and 1"
         )
     ids = [torch.as_tensor(row, dtype=torch.int64, device=model.device) for row in sequences]
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -285,8 +285,8 @@ def _check_projection(model: Any, ids: Tensor) -> None:
     tolerance = 8 * torch.finfo(states.dtype).eps * own.abs().max().item()
     if not torch.allclose(_logits(model, states), own, rtol=0.0, atol=tolerance):
         raise UnsupportedError(
-            f"model {type(model).__name__}: its logits are not its output embedding applied to its last hidden"
-            " state, so they cannot be computed in chunks"
+            f"model {type(model).__name__}: its logits are not its output embedding applied to its last"
+            " hidden state, so they cannot be computed in chunks"
         )
 
 

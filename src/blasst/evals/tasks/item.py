@@ -67,7 +67,7 @@ def largest_item(build: Callable[[int], Item], count_tokens: Callable[[Item], in
         first_guess: size to try first.
 
     Raises:
-        ValueError: the item of size 0 does not fit.
+        ValueError: the item of size 0 does not fit, or the text does not grow to the budget.
     """
     best = build(0)
     limit = best.num_tokens - best.max_new_tokens
@@ -80,6 +80,8 @@ def largest_item(build: Callable[[int], Item], count_tokens: Callable[[Item], in
     high: int | None = None
     guess = max(1, first_guess)
     while high is None or high - low > 1:
+        if guess > 4 * limit:
+            raise ValueError(f"num_tokens: {best.task} has no text for as many as {best.num_tokens} tokens")
         item = build(guess)
         tokens = count_tokens(item)
         slope = max((tokens - low_tokens) / (guess - low), 1e-3) if guess > low else 1.0

@@ -17,14 +17,13 @@ def generate(name: str, seed: int, index: int, num_tokens: int, count_tokens: Co
     """The document or documents that answer the question, among others about other people and places."""
     two_hops = name == "qa_2"
     rng = random_for(name, seed, index)
-    num_people = num_tokens // 200 + 2
-    people = _people(rng, num_people)
+    people = _people(rng, num_tokens // 200 + 2)
     towns = _towns(rng)
     birthplaces = [rng.choice(towns) for _ in people]
     documents = [_person(rng, person, town, towns) for person, town in zip(people, birthplaces)]
     if two_hops:
         sites = [f"{town} {site}" for town in towns for site in _SITES]
-        founded = rng.sample(sites, min(num_people, len(sites)))
+        founded = rng.sample(sites, min(len(people), len(sites)))
         documents = [
             text
             for person, document, site in zip(people, documents, founded)
@@ -38,11 +37,12 @@ def generate(name: str, seed: int, index: int, num_tokens: int, count_tokens: Co
     num_needed = 2 if two_hops else 1
     others = [" ".join(prose(rng, rng.randrange(30, 80))) for _ in range(num_tokens // 40)]
     documents[num_needed:] = _interleave(documents[num_needed:], others)
-    places = [rng.random() for _ in documents]
+    filler = prose(rng, 100)
+    places = [rng.random() for _ in range(len(documents) + 1)]
 
     def build(size: int) -> Item:
-        count = min(num_needed + size, len(documents))
-        chosen = [text for _, text in sorted(zip(places[:count], documents[:count]))]
+        chosen = _of_words(documents, num_needed, size, " ".join(filler).split())
+        chosen = [text for _, text in sorted(zip(places, chosen))]
         return Item(
             task=name,
             seed=seed,
@@ -55,7 +55,7 @@ def generate(name: str, seed: int, index: int, num_tokens: int, count_tokens: Co
             max_new_tokens=12,
         )
 
-    return largest_item(build, lambda item: count_tokens(prompt(item)), num_tokens // 70)
+    return largest_item(build, lambda item: count_tokens(prompt(item)), num_tokens // 2)
 
 
 def prompt(item: Item) -> str:
@@ -72,13 +72,8 @@ def score(item: Item, text: str) -> float:
 
 
 def _people(rng: random.Random, count: int) -> list[str]:
-    total = len(FIRST_NAMES) * len(LAST_NAMES)
-    if count > total:
-        raise ValueError(f"num_tokens: question answering has {total} invented people, {count} are needed")
-    picks = rng.sample(range(total), count)
-    return [
-        f"{FIRST_NAMES[pick % len(FIRST_NAMES)]} {LAST_NAMES[pick // len(FIRST_NAMES)]}" for pick in picks
-    ]
+    names = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
+    return rng.sample(names, min(count, len(names)))
 
 
 def _towns(rng: random.Random) -> list[str]:
@@ -93,6 +88,20 @@ def _interleave(people: list[str], others: list[str]) -> list[str]:
             mixed.append(people.pop(0))
         mixed.append(other)
     return mixed
+
+
+def _of_words(documents: list[str], num_needed: int, num_words: int, filler: list[str]) -> list[str]:
+    """The needed documents and so many words of others; what is left over becomes a document of filler."""
+    chosen = documents[:num_needed]
+    for text in documents[num_needed:]:
+        words = len(text.split())
+        if words > num_words:
+            break
+        chosen.append(text)
+        num_words -= words
+    if num_words >= 8:
+        chosen.append(" ".join(filler[:num_words]))
+    return chosen
 
 
 def _person(rng: random.Random, person: str, birthplace: str, towns: list[str]) -> str:
