@@ -210,3 +210,16 @@ def test_each_sequence_of_a_packed_batch_equals_its_own_call():
         assert torch.equal(got.out[rows], one.out[0])
         assert torch.equal(got.lse[:, rows], one.lse[0])
         assert torch.equal(got.counts.skipped[i], one.counts.skipped[0])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("order", ["sink_first", "ascending", "descending"])
+def test_margins_of_several_query_tiles_at_once_are_the_same(order, causal, monkeypatch):
+    inputs = heavy_tailed_inputs(1, 700, 900, 6, 2, 16, noise=2.0, drop=(1.0, 12.0))
+    options = {"softmax_scale": 0.25, "causal": causal, "order": order}
+    one = list(eager.prefill_margins(inputs.q[0], inputs.k[0], **options))
+    monkeypatch.setattr(eager, "_query_tiles_at_once", lambda *_: 3)
+    several = list(eager.prefill_margins(inputs.q[0], inputs.k[0], **options))
+    assert [m[:2] for m in one] == [m[:2] for m in several]
+    for a, b in zip(one, several, strict=True):
+        torch.testing.assert_close(a[2], b[2])

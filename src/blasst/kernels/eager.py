@@ -305,10 +305,29 @@ def prefill_margins(
         raise ValueError("tile.query: got None, prefill votes in tiles of a fixed number of rows")
     options = _ScoreOptions(softmax_scale, causal, window_size, softcap, sinks)
     sequence = _Sequence.build(q, k, None, options, tile, order)
-    for first_row in range(0, q.shape[0], tile.query):
-        scored = sequence.score(q[first_row : first_row + tile.query], first_row)
-        if scored is not None:
-            yield first_row // tile.query, scored.tiles.start, scored.margin()
+    step = tile.query * _query_tiles_at_once(q, k, tile.query, window_size)
+    for first_row in range(0, q.shape[0], step):
+        scored = sequence.score(q[first_row : first_row + step], first_row)
+        if scored is None:
+            continue
+        margins = scored.margin(tile.query)
+        row = torch.arange(first_row, min(first_row + step, q.shape[0]))
+        begin, end = visible_range(row, q.shape[0], k.shape[0], causal, window_size)
+        for i in range(margins.shape[1]):
+            rows = slice(i * tile.query, (i + 1) * tile.query)
+            tiles = visited_tiles(begin[rows], end[rows], tile.key)
+            if len(tiles):
+                start = tiles.start - scored.tiles.start
+                yield first_row // tile.query + i, tiles.start, margins[:, i, start : start + len(tiles)]
+
+
+def _query_tiles_at_once(q: Tensor, k: Tensor, tile_query: int, window_size: tuple[int, int]) -> int:
+    """Query tiles whose scores may exist together: one on a CPU, where they then stay in cache, and with a
+    left window, where query tiles begin at different key tiles; on a GPU as many as fit into 256 MB.
+    """
+    if q.device.type == "cpu" or window_size[0] >= 0:
+        return 1
+    return max(1, 2**26 // max(q.shape[1] * tile_query * k.shape[0], 1))
 
 
 def decode_margins(
@@ -341,4 +360,4 @@ def decode_margins(
     scored = _Sequence.build(q, k, None, options, tile).score(q, 0)
     if scored is None:
         return 0, q.new_zeros(k.shape[1], 0, dtype=torch.float32)
-    return scored.tiles.start, scored.margin()
+    return scored.tiles.start, scored.margin()[:, 0]

@@ -39,10 +39,17 @@ class ScoredTiles:
     begin: Tensor
     end: Tensor
 
-    def margin(self) -> Tensor:
-        """(heads, tiles): the tile is skipped at a threshold t iff its margin < ln(t)."""
+    def margin(self, rows_per_vote: int | None = None) -> Tensor:
+        """(heads, votes, tiles): the tile is skipped at a threshold t iff its margin < ln(t).
+
+        Args:
+            rows_per_vote: rows that vote together; default all of them.
+        """
         gap = (self.tile_max - self.compare).nan_to_num(nan=math.inf, posinf=math.inf, neginf=_LOWEST)
-        gap = gap.masked_fill(~self.concerned, _LOWEST).amax(1)
+        gap = gap.masked_fill(~self.concerned, _LOWEST)
+        size = rows_per_vote or gap.shape[1]
+        spare = -gap.shape[1] % size
+        gap = torch.nn.functional.pad(gap, (0, 0, 0, spare), value=_LOWEST).unflatten(1, (-1, size)).amax(2)
         return gap if self.anchor is None else gap.masked_fill(self.anchor, math.inf)
 
     def kept(self, log_threshold: Tensor | None) -> Tensor:
