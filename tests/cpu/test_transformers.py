@@ -1,5 +1,7 @@
 """enable/disable on a tiny Llama: equality with the model's own attention, padding, caches, generate()."""
 
+import copy
+import gc
 import inspect
 import threading
 
@@ -20,6 +22,8 @@ from blasst.integrations.transformers import (  # noqa: E402
     skipped_mass_summary,
     sparse_attention,
 )
+from blasst.integrations.transformers_attention import blasst_attention  # noqa: E402
+from blasst.integrations.transformers_mask import _recent  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
 
@@ -237,12 +241,10 @@ def test_compiled_decode_with_a_static_cache_equals_sdpa():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("implementation", [None, "static"])
-def test_generate_gives_the_same_tokens(model, implementation):
+@pytest.mark.parametrize("extra", [{}, {"cache_implementation": "static"}, {"num_beams": 2}])
+def test_generate_gives_the_same_tokens(model, extra):
     ids, mask = tokens(2, 60), left_padded(2, 60, [25, 0])
-    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    if implementation:
-        settings["cache_implementation"] = implementation
+    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **extra}
     expected = model.generate(ids, attention_mask=mask, **settings)
     with sparse_attention(model, threshold=0.0, collect_counts=True):
         got = model.generate(ids, attention_mask=mask, **settings)
@@ -469,6 +471,36 @@ def test_blasst_named_at_load_time_needs_enable(model):
         model(tokens(1, 20))
     with sparse_attention(model, threshold=0.1):
         assert model(tokens(1, 20)).logits.isfinite().all()
+
+
+def test_mixed_dtypes_are_cast_to_that_of_the_values_with_one_warning(model):
+    attention = model.model.layers[0].self_attn
+    q, k, v = torch.randn(1, 4, 20, 16), torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 16)
+    with sparse_attention(model, threshold=0.0):
+        expected, _ = blasst_attention(attention, q.bfloat16(), k.bfloat16(), v.bfloat16(), None)
+        with pytest.warns(UserWarning, match=r"from torch\.float32 to torch\.bfloat16"):
+            got, _ = blasst_attention(attention, q.bfloat16().float(), k.bfloat16(), v.bfloat16(), None)
+        blasst_attention(attention, q, k.bfloat16(), v.bfloat16(), None)
+    assert got.dtype == torch.float32 and torch.equal(got, expected.float())
+
+
+def test_a_copy_of_an_enabled_model_is_enabled_on_its_own(model):
+    enable(model, threshold=0.1, collect_counts=True)
+    other = copy.deepcopy(model)
+    other(tokens(1, 30))
+    assert len(attention_stats(other)) == 2 and attention_stats(model) == []
+    disable(other)
+    assert (model.config._attn_implementation, other.config._attn_implementation) == ("blasst", "sdpa")
+
+
+def test_masks_are_freed_with_the_forward(model):
+    gc.disable()  # no cycle may need it
+    try:
+        with sparse_attention(model, threshold=0.0):
+            model(tokens(2, 30), attention_mask=left_padded(2, 30, [4, 0]))
+        assert [reference() for reference in _recent.records][-1:] == [None]
+    finally:
+        gc.enable()
 
 
 def test_two_threads_with_two_models_do_not_mix(model):

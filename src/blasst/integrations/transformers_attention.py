@@ -121,12 +121,14 @@ class Session:
         layers: every attention module with its layer, in model order.
         configs: each config that is switched and the implementation it had.
         runtime_reasons: layers that met a call they could not serve, by reason.
+        cast_warned: whether the one warning about mixed dtypes was given.
     """
 
     handler: Handler
     layers: list[tuple[nn.Module, Layer]]
     configs: list[tuple[Any, str | None]]
     runtime_reasons: dict[str, list[str]] = field(default_factory=dict)
+    cast_warned: bool = False
 
     @staticmethod
     def create(model: nn.Module, handler: Handler, ignore: Sequence[str] = ()) -> Session:
@@ -268,6 +270,31 @@ def _note(layer: Layer, reason: str) -> None:
         layer.session.note(layer, reason)
 
 
+@torch.compiler.disable
+def _warn_cast(layer: Layer, found: torch.dtype, wanted: torch.dtype) -> None:
+    message = f"blasst: {layer.name} (and maybe others) casts queries or keys from {found} to {wanted}"
+    if not layer.session.cast_warned:
+        layer.session.cast_warned = True
+        warnings.warn(message, stacklevel=4)
+
+
+def _in_dtype(layer: Layer, tensor: Tensor, value: Tensor) -> Tensor:
+    """Queries or keys in the dtype of the values; a norm in float32 may have widened them."""
+    if tensor.dtype == value.dtype:
+        return tensor
+    _warn_cast(layer, tensor.dtype, value.dtype)
+    return tensor.to(value.dtype)
+
+
+def _check_other_length(layer: Layer, record: MaskRecord, slots: int) -> None:
+    """A layer whose cache is not as long as the mask says: its own length counts when nothing is padded."""
+    if not record.plain or record.used != record.kv_length:
+        raise UnsupportedError(
+            f"{layer.name}: its cache has {slots} key slots and the mask {record.kv_length}, with padding or "
+            "unused slots that cannot be matched to it"
+        )
+
+
 def blasst_attention(
     module: nn.Module,
     query: Tensor,
@@ -345,10 +372,13 @@ def blasst_attention(
     pattern = MaskPattern(causal=True, window=sliding_window) if record is None else record.pattern
     assert pattern is not None
     q_length, slots = query.shape[2], key.shape[2]
+    if record is not None and record.kv_length != slots:
+        _check_other_length(layer, record, slots)
+        record = None
     call = AttentionCall(
         module=module,
-        q=(query if query.dtype == key.dtype else query.to(key.dtype)).transpose(1, 2),
-        k=key.transpose(1, 2),
+        q=_in_dtype(layer, query, value).transpose(1, 2),
+        k=_in_dtype(layer, key, value).transpose(1, 2),
         v=value.transpose(1, 2),
         phase="decode" if q_length <= MAX_DECODE_TOKENS and slots > q_length else "prefill",
         record=record,

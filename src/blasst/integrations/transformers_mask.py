@@ -80,7 +80,7 @@ class MaskRecord:
         used: slots written so far; rows are aligned with its end. Host integer.
         plain: no padding: the keys are slots 0 to used.
         left_only: padding, if any, stands before the first real token of each sequence.
-        seqused: int32 (batch,) slots in use, or None = all.
+        seqused: int32 (batch,) slots in use; None = not made yet, `used` for all.
         leftpad: int32 (batch,) first real slot, or None = 0.
         lengths: int32 (batch,) real keys, or None when plain.
         thresholds: cache of the layers: (rule, phase) to a float32 (batch,) tensor.
@@ -120,6 +120,12 @@ class MaskRecord:
         if (name, device) not in self._moved:
             self._moved[name, device] = value.to(device)
         return self._moved[name, device]
+
+    def cache_seqlens(self, device: torch.device) -> Tensor:
+        """int32 (batch,) slots in use, padding included, on the device of a layer."""
+        if self.seqused is None:
+            self.seqused = torch.full((self.batch_size,), self.used, dtype=torch.int32, device=device)
+        return self.seqused if self.seqused.device == device else self.on_device("seqused", device)  # type: ignore[return-value]
 
     def packing(self, device: torch.device) -> Packing:
         """Indices of the real rows and keys; reads lengths on the host once."""
@@ -197,6 +203,7 @@ def _record(arguments: dict[str, Any], device: torch.device) -> MaskRecord:
         keys = (slot < used).expand(batch_size, kv_length)
     elif not isinstance(used, int) or used < kv_length:
         keys = keys & (slot < used)
+    keys = keys.contiguous()
     lengths = keys.sum(1, dtype=torch.int32)
     end = torch.as_tensor(used, dtype=torch.int32, device=device).clamp(max=kv_length)
     first = keys.to(torch.int32).argmax(1)
@@ -212,7 +219,7 @@ def _record(arguments: dict[str, Any], device: torch.device) -> MaskRecord:
         used=last,
         plain=bool(all_real),
         left_only=bool(left_only),
-        seqused=None if last == kv_length else end.expand(batch_size).contiguous(),
+        seqused=end.expand(batch_size).contiguous(),
         leftpad=None if all_real else end - lengths,
         lengths=lengths,
     )
@@ -269,11 +276,11 @@ def blasst_mask(
         attention_mask.device if attention_mask is not None else torch.device(kwargs.get("device", "cpu"))
     )
     record = _record(arguments, device)
-    mask = record.key_mask
-    if mask is None:
-        mask = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, kv_length)
-    elif mask is attention_mask:
-        mask = mask.view_as(mask)  # the user's tensor keeps no record
+    # Contiguous, because generate() makes it so and would drop the record with the copy.
+    if record.key_mask is None:
+        mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+    else:  # a view: the user's tensor keeps no record, and no cycle outlives the forward
+        mask = record.key_mask.view_as(record.key_mask)
     setattr(mask, _RECORD, record)
     _recent.records.append(weakref.ref(record))
     return mask

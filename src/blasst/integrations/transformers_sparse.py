@@ -98,7 +98,7 @@ def attend(call: AttentionCall, threshold: Tensor | None, **extra: Any) -> Atten
         call.q,
         call.k,
         call.v,
-        cache_seqlens=None if record is None else record.on_device("seqused", call.q.device),
+        cache_seqlens=None if record is None else record.cache_seqlens(call.q.device),
         cache_leftpad=None if record is None else record.on_device("leftpad", call.q.device),
         threshold=threshold,
         **options,
