@@ -1,0 +1,130 @@
+"""enable() with a calibration profile: thresholds in force, phases without calibration, refusals."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from blasst.calibrate.counts import CountPoint
+from blasst.calibrate.fit import fit_phase
+from blasst.core.errors import ProfileError
+from blasst.core.profile import DataInfo, ModelInfo, Profile, ProfileWarning, model_fingerprint
+from blasst.integrations.transformers import attention_stats, disable, enable, sparse_attention
+
+
+def make_llama(**changes):
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 8192,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
+
+
+def counted(kind, seqlen):
+    """Counts whose sparsity is logistic in ln(threshold) and ln(length)."""
+    threshold = np.logspace(-6, 0, 40)
+    logit = 4.0 + 1.1 * np.log(threshold) + 0.9 * np.log(seqlen / 512)
+    visited = 100_000
+    return CountPoint(
+        kind, seqlen, threshold, np.round(visited / (1 + np.exp(-logit))).astype(np.int64), visited
+    )
+
+
+def make_profile(model, phases=("prefill", "decode")):
+    points = [counted(kind, n) for kind in ("prose", "code") for n in (128, 256, 512, 1024)]
+    return Profile(
+        library_version="test",
+        model=ModelInfo("tiny", model_fingerprint(model.config.to_dict())),
+        data=DataInfo("0" * 32, 8, ("code", "prose")),
+        phases={phase: fit_phase(points, phase=phase) for phase in phases},
+    )
+
+
+@pytest.fixture
+def model():
+    return make_llama()
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def test_thresholds_in_force_are_the_profiles_for_each_sequence(model):
+    profile = make_profile(model)
+    seen = []
+    with sparse_attention(model, profile=profile, target_sparsity=0.5) as enabled:
+        handler = enabled._session.handler
+        original = handler._threshold
+        handler._threshold = lambda call, rule: seen.append(original(call, rule)) or seen[-1]
+        mask = torch.ones(2, 300, dtype=torch.long)
+        mask[0, :140] = 0
+        ids = torch.randint(3, 97, (2, 300))
+        model(ids, attention_mask=mask)
+        model(ids)
+    for lengths, threshold in zip(([160, 300], [300, 300]), (seen[0], seen[2])):
+        wanted = [profile.threshold("prefill", 0.5, n) for n in lengths]
+        assert threshold.tolist() == pytest.approx(wanted, rel=1e-5)
+    assert seen[0] is seen[1], "computed once per forward, not once per layer"
+    assert "target sparsity 0.5, profile of tiny" in str(enabled)
+
+
+def test_a_profile_is_read_from_its_file(model, tmp_path):
+    path = tmp_path / "profile.json"
+    make_profile(model).save(path)
+    enabled = enable(model, profile=path, target_sparsity={"prefill": 0.3})
+    assert enabled.thresholds["prefill"].kind == "profile" and enabled.thresholds["decode"].kind == "dense"
+    assert str(path) in str(enabled)
+    disable(model)
+
+
+def test_a_phase_without_calibration_stays_dense_and_says_so(model):
+    profile = make_profile(model, phases=("prefill",))
+    with pytest.warns(ProfileWarning, match="decode was not calibrated"):
+        enabled = enable(model, profile=profile, target_sparsity=0.5, collect_counts=True)
+    assert enabled.thresholds["decode"].kind == "dense"
+    assert "decode: dense (profile of tiny has no calibration of this phase)" in str(enabled)
+    ids = torch.randint(3, 97, (1, 200))
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, pad_token_id=0
+    )
+    assert {record.phase for record in attention_stats(model)} == {"prefill"}
+    disable(model)
+    with pytest.raises(ProfileError, match="decode"):
+        enable(model, profile=profile, target_sparsity={"decode": 0.5})
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_profile_of_another_model_is_refused(model, tmp_path):
+    profile = make_profile(make_llama(num_hidden_layers=3))
+    profile.save(tmp_path / "other.json")
+    for given in (profile, tmp_path / "other.json"):
+        with pytest.raises(ProfileError, match="fingerprint"):
+            enable(model, profile=given, target_sparsity=0.5)
+    with pytest.raises(ProfileError, match="cannot be read"):
+        enable(model, profile=tmp_path / "missing.json", target_sparsity=0.5)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_profile_without_a_target_is_refused(model):
+    with pytest.raises(ValueError, match="target_sparsity"):
+        enable(model, profile=make_profile(model))
+
+
+def test_a_length_far_beyond_the_calibration_warns_once(model):
+    ids = torch.randint(3, 97, (1, 2000))
+    with sparse_attention(model, profile=make_profile(model), target_sparsity=0.5):
+        with pytest.warns(ProfileWarning, match="outside the calibrated lengths"):
+            model(ids, logits_to_keep=1)
+        model(ids, logits_to_keep=1)
