@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -218,7 +219,7 @@ def session_of(model: nn.Module) -> Session | None:
     return None
 
 
-def _native_attention(layer: Layer, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
+def _native_function(layer: Layer, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
     """The attention function that the model would have called without us."""
     for owner in type(module).__mro__:
         source = sys.modules.get(owner.__module__)
@@ -228,6 +229,23 @@ def _native_attention(layer: Layer, module: nn.Module) -> Callable[..., tuple[Te
             if own is not None:
                 return own
     raise UnsupportedError(f"{layer.name}: its own attention {layer.original!r} was not found")
+
+
+def _native_attention(
+    layer: Layer,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    record: MaskRecord | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Run the model's own attention with the mask that it would have got."""
+    own_mask = mask if record is None else record.native(layer.original)
+    if own_mask is not None:
+        own_mask = own_mask.to(query.device)
+    return _native_function(layer, module)(module, query, key, value, own_mask, **options)[0]
 
 
 def _native_reason(
@@ -343,24 +361,10 @@ def blasst_attention(
             "call blasst.disable(model) for that pass"
         )
     record = record_of(attention_mask, query.shape[0], query.shape[2], sliding_window)
-
-    def native() -> Tensor:
-        own_mask = attention_mask if record is None else record.native(layer.original)
-        return _native_attention(layer, module)(
-            module,
-            query,
-            key,
-            value,
-            own_mask if own_mask is None else own_mask.to(query.device),
-            dropout=dropout,
-            scaling=scaling,
-            **({} if sliding_window is None else {"sliding_window": sliding_window}),
-            **({} if softcap is None else {"softcap": softcap}),
-            **({} if is_causal is None else {"is_causal": is_causal}),
-            **({} if s_aux is None else {"s_aux": s_aux}),
-            **kwargs,
-        )[0]
-
+    named = {"sliding_window": sliding_window, "softcap": softcap, "is_causal": is_causal, "s_aux": s_aux}
+    options = {"dropout": dropout, "scaling": scaling, **kwargs}
+    options |= {name: value for name, value in named.items() if value is not None}
+    native = partial(_native_attention, layer, module, query, key, value, attention_mask, record, options)
     reason = _native_reason(layer, module, attention_mask, record, is_causal, kwargs)
     if reason is not None:
         _note(layer, reason)
