@@ -1,0 +1,162 @@
+"""The large quality measurement of one model: calibrate, check on held-out prompts, score tasks, compare NLL.
+
+python benchmarks/model_quality.py MODEL --out DIR [--stages calibrate,heldout,tasks,nll] [--device cuda]
+
+MODEL is a folder of a transformers model or a GGUF file. Stages write their own files into DIR and the later
+ones read profile.json, so a run can be cut into short pieces; rows of tasks.jsonl that exist are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from blasst.bench.record import environment
+from blasst.calibrate.measure import measure_sparsity, pooled_sparsity
+from blasst.calibrate.prompts import calibration_prompts
+from blasst.core.profile import load_profile
+from blasst.evals.compare import compare_conditions
+from blasst.evals.models import LoadedModel, load_model
+from blasst.evals.run import run_tasks
+from blasst.report.calibration import CalibrationPlan, calibrate_model
+
+STAGES = ("calibrate", "heldout", "tasks", "nll")
+TARGETS = (0.5, 0.7)
+#: Tasks that dense solves less often than this say nothing about skipping.
+MIN_DENSE_SCORE = 0.2
+
+
+def numbers(text: str) -> list[int]:
+    """Comma-separated integers."""
+    return [int(part) for part in text.split(",")]
+
+
+def conditions(profile: Path, targets: tuple[float, ...] = TARGETS) -> dict[str, dict[str, Any]]:
+    """Settings of each target, under its name."""
+    loaded = load_profile(profile)
+    return {f"{target:g}": {"profile": loaded, "target_sparsity": target} for target in targets}
+
+
+def calibrate(loaded: LoadedModel, options: argparse.Namespace) -> None:
+    """One pass per calibration prompt, then profile.json."""
+    plan = CalibrationPlan(tuple(options.lengths), options.per_kind, options.decode_tokens, options.seed)
+    calibrate_model(loaded, plan).save(options.out / "profile.json")
+
+
+def heldout(loaded: LoadedModel, options: argparse.Namespace) -> None:
+    """Sparsity that the kernels really reach on held-out prompts."""
+    prompts = calibration_prompts(
+        loaded.tokenizer, options.check_lengths, per_kind=options.per_kind, split="heldout", seed=options.seed
+    )
+    rows = []
+    for name, settings in conditions(options.out / "profile.json").items():
+        records = measure_sparsity(
+            loaded.model, loaded.tokenizer, prompts, decode_tokens=options.decode_tokens, **settings
+        )
+        for phase in ("prefill", "decode"):
+            for seqlen in options.check_lengths:
+                achieved = pooled_sparsity(records, phase, seqlen)
+                rows.append({"phase": phase, "seqlen": seqlen, "target": float(name), "achieved": achieved})
+                print(rows[-1], flush=True)
+        rows += [{"target": float(name), **asdict(record)} for record in records]
+    write_rows(options.out / "heldout.jsonl", rows)
+
+
+def tasks(loaded: LoadedModel, options: argparse.Namespace) -> None:
+    """All task kinds, dense and at each target, on the same items."""
+    settings = {
+        name: {**value, "collect_counts": True}
+        for name, value in conditions(options.out / "profile.json").items()
+    }
+    results = run_tasks(
+        loaded.model,
+        loaded.tokenizer,
+        {"dense": None, **settings},
+        tasks=options.tasks.split(",") if options.tasks else None,
+        seqlens=options.task_lengths,
+        num_items=options.items,
+        seed=options.seed,
+        batch_size=options.batch_size,
+        out=options.out / "tasks.jsonl",
+        model_name=loaded.name,
+    )
+    rows = [asdict(row) for row in results.summary(min_dense_score=MIN_DENSE_SCORE)]
+    for row in rows:
+        print(
+            f"{row['seqlen']} {row['task']:16s} {row['condition']:4s} n={row['n']} dense {row['dense']:.3f} "
+            f"sparse {row['sparse']:.3f} difference {row['difference']:+.3f} "
+            f"[{row['low']:+.3f}, {row['high']:+.3f}]",
+            flush=True,
+        )
+    rows += [
+        {"condition": condition, "seqlen": seqlen, "phase": phase, "sparsity": value}
+        for (condition, seqlen, phase), value in results.sparsity.items()
+    ]
+    print({name: round(value, 1) for name, value in results.seconds.items()}, flush=True)
+    write_rows(options.out / "tasks_summary.jsonl", rows)
+
+
+def nll(loaded: LoadedModel, options: argparse.Namespace) -> None:
+    """NLL, agreement with dense and skipped mass on held-out prompts, per kind."""
+    rows = []
+    for seqlen in options.check_lengths:
+        prompts = calibration_prompts(
+            loaded.tokenizer, [seqlen], per_kind=options.per_kind, split="heldout", seed=options.seed + 1
+        )
+        for kind in ("all", *dict.fromkeys(prompt.kind for prompt in prompts)):
+            chosen = [p.ids(loaded.tokenizer) for p in prompts if kind in ("all", p.kind)]
+            compared = compare_conditions(
+                loaded.model,
+                chosen,
+                conditions(options.out / "profile.json"),
+                decode_tokens=options.decode_tokens,
+                measure_skipped_mass=kind == "all",
+            )
+            for name, found in compared.items():
+                rows.append({"seqlen": seqlen, "kind": kind, "target": float(name), **asdict(found)})
+                print(
+                    f"{seqlen} {kind:9s} {name} nll {found.nll_dense:.4f} {found.nll_sparse:.4f} "
+                    f"({found.nll_difference:+.4f}) kl {found.kl:.4f} top1 {found.top1_agreement:.3f} "
+                    f"sparsity {found.sparsity}",
+                    flush=True,
+                )
+    write_rows(options.out / "nll.jsonl", rows)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """One JSON object per line, the environment first."""
+    lines = [{"environment": environment()}, *rows]
+    path.write_text("".join(json.dumps(line, default=dict) + "\n" for line in lines), encoding="utf-8")
+
+
+def main() -> None:
+    """Parse and run the stages."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--lengths", type=numbers, default=[1024, 2048, 4096, 8160], help="to calibrate on")
+    parser.add_argument("--check-lengths", type=numbers, default=[4096, 8160], help="held-out prompts")
+    parser.add_argument("--per-kind", type=int, default=3, help="prompts per kind and length")
+    parser.add_argument("--decode-tokens", type=int, default=32)
+    parser.add_argument("--task-lengths", type=numbers, default=[4096])
+    parser.add_argument("--tasks", default="", help="task kinds; default all")
+    parser.add_argument("--items", type=int, default=50, help="per task kind")
+    parser.add_argument("--batch-size", type=int, default=25)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    loaded = load_model(options.model, device=options.device)
+    for stage in options.stages.split(","):
+        begin = time.perf_counter()
+        {"calibrate": calibrate, "heldout": heldout, "tasks": tasks, "nll": nll}[stage](loaded, options)
+        print(f"{stage}: {time.perf_counter() - begin:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
