@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from blasst.integrations.transformers import attention_stats as attention_stats
     from blasst.integrations.transformers import disable as disable
     from blasst.integrations.transformers import enable as enable
+    from blasst.integrations.transformers import reset_stats as reset_stats
+    from blasst.integrations.transformers import skipped_mass_samples as skipped_mass_samples
+    from blasst.integrations.transformers import skipped_mass_summary as skipped_mass_summary
     from blasst.integrations.transformers import sparse_attention as sparse_attention
 
 #: Names that need transformers, imported when first used so that `import blasst` stays light.
@@ -31,6 +34,9 @@ _LAZY = {
     "disable": "blasst.integrations.transformers",
     "enable": "blasst.integrations.transformers",
     "load_profile": "blasst.core.profile",
+    "reset_stats": "blasst.integrations.transformers",
+    "skipped_mass_samples": "blasst.integrations.transformers",
+    "skipped_mass_summary": "blasst.integrations.transformers",
     "sparse_attention": "blasst.integrations.transformers",
 }
 
