@@ -16,6 +16,7 @@ Prompts: one JSON object a line with "token_ids" (or "text"), "kind", "seqlen" a
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -71,17 +72,21 @@ def attention(model: Any, name: str) -> Iterator[None]:
         model.config._attn_implementation = before
 
 
-@torch.no_grad()
-def decode(model: Any, ids: torch.Tensor, tokens: int) -> None:
-    """Dense prefill, then greedy steps with ModelOpt's attention, as its own decode loop does."""
+def dense_prefill(model: Any, ids: torch.Tensor) -> Any:
+    """Run a prompt at once with torch's own attention, unseen by ModelOpt."""
     with attention(model, "sdpa"):
-        output = prefill(model, ids, -1)
+        return prefill(model, ids, -1)
+
+
+@torch.no_grad()
+def decode(model: Any, output: Any, tokens: int) -> None:
+    """Greedy steps with ModelOpt's attention after a dense prefill, as its own decode loop does."""
     for _ in range(tokens):
         token = output.logits[:, -1:].argmax(-1)
         output = model(token, past_key_values=output.past_key_values, use_cache=True)
 
 
-def read_prompts(path: Path, model_dir: Path, split: str) -> list[tuple[str, int, torch.Tensor]]:
+def read_prompts(path: Path, model_dir: Path, split: str, device: str) -> list[tuple[str, int, torch.Tensor]]:
     """(kind, seqlen, ids) of one split; a text is cut to its length."""
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     tokenizer = None
@@ -95,7 +100,7 @@ def read_prompts(path: Path, model_dir: Path, split: str) -> list[tuple[str, int
             ids = tokenizer(row["text"]).input_ids
         if len(ids) < row["seqlen"]:
             raise SystemExit(f"a {row['kind']} prompt has {len(ids)} tokens, wants {row['seqlen']}")
-        prompts.append((row["kind"], row["seqlen"], torch.tensor([ids[: row["seqlen"]]])))
+        prompts.append((row["kind"], row["seqlen"], torch.tensor([ids[: row["seqlen"]]], device=device)))
     if not prompts:
         raise SystemExit(f"{path}: no prompts of split {split!r}")
     return prompts
@@ -116,7 +121,7 @@ def calibrate(model: Any, prompts: Sequence[Any], options: argparse.Namespace) -
                 if phase == "prefill":
                     prefill(model, ids, options.chunk_size)
                 else:
-                    decode(model, ids, options.decode_tokens)
+                    decode(model, dense_prefill(model, ids), options.decode_tokens)
 
         calibrator = DynamicThresholdCalibrator(fit_logspace=options.fit_logspace)
         result = calibrator.calibrate(model, forward_loop, phase=phase)
@@ -131,37 +136,31 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Achieved sparsity with the skipping on, per phase, length and target: counts summed, then divided."""
     modules = sparse_modules(model)
-    rows = []
-    for target in targets:
-        totals: dict[tuple[str, int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for module in modules:
-            module._sparse_method_instance.calibration_params = coefficients
-            module._sparse_method_instance.target_sparse_ratio = dict.fromkeys(coefficients, target)
-        for kind, seqlen, ids in prompts:
+    totals: dict[tuple[str, int, float], dict[str, list[float]]] = defaultdict(dict)
+    for kind, seqlen, ids in prompts:
+        dense = dense_prefill(model, ids) if "decode" in coefficients else None
+        for target in targets:
+            recorder = Recorder()
+            for module in modules:
+                module._stats_manager = recorder
+                module._sparse_method_instance.calibration_params = coefficients
+                module._sparse_method_instance.target_sparse_ratio = dict.fromkeys(coefficients, target)
+            if "prefill" in coefficients:
+                prefill(model, ids, -1)
+            if dense is not None:
+                decode(model, copy.deepcopy(dense), tokens)
+            for module in modules:
+                module._stats_manager = None
             for phase in coefficients:
-                recorder = Recorder()
-                for module in modules:
-                    module._stats_manager = recorder
-                if phase == "prefill":
-                    prefill(model, ids, -1)
-                else:
-                    decode(model, ids, tokens)
+                total = totals[phase, seqlen, target].setdefault(kind, [0.0, 0.0])
                 for i in range(2):
-                    totals[phase, seqlen, kind][i] += recorder.counts[phase][i]
-        for phase in coefficients:
-            for seqlen in sorted({key[1] for key in totals}):
-                kinds = {k: v for (p, n, k), v in totals.items() if (p, n) == (phase, seqlen)}
-                skipped, visited = (sum(v[i] for v in kinds.values()) for i in range(2))
-                by_kind = {kind: value[0] / value[1] for kind, value in kinds.items()}
-                rows.append(
-                    {
-                        "phase": phase,
-                        "seqlen": seqlen,
-                        "target": target,
-                        "achieved": skipped / visited,
-                        "by_kind": by_kind,
-                    }
-                )
+                    total[i] += recorder.counts[phase][i]
+    rows = []
+    for (phase, seqlen, target), kinds in sorted(totals.items()):
+        skipped, visited = (sum(value[i] for value in kinds.values()) for i in range(2))
+        by_kind = {kind: value[0] / value[1] for kind, value in kinds.items()}
+        row = {"phase": phase, "seqlen": seqlen, "target": target, "achieved": skipped / visited}
+        rows.append({**row, "by_kind": by_kind})
     return rows
 
 
@@ -177,18 +176,20 @@ def main() -> None:
     parser.add_argument("--decode-tokens", type=int, default=10, help="ModelOpt's default")
     parser.add_argument("--fit-logspace", action="store_true", help="ModelOpt's option for diffusion models")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     options.phases = [phase for phase in PHASES if phase in options.phases.split(",")]
     targets = [float(value) for value in options.targets.split(",")]
     start = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(
         options.model, attn_implementation="eager", dtype=getattr(torch, options.dtype)
-    ).eval()
+    )
+    model = model.to(options.device).eval()
     layer = {"method": "flash_skip_softmax", "backend": "pytorch", "enable": True}
     model = mtsa.sparsify(model, {"sparse_cfg": {"*attn*": layer, "default": {"enable": False}}})
-    prompts = read_prompts(options.prompts, options.model, "calibrate")
+    prompts = read_prompts(options.prompts, options.model, "calibrate", options.device)
     coefficients = calibrate(model, prompts, options)
-    held_out = read_prompts(options.prompts, options.model, "heldout")
+    held_out = read_prompts(options.prompts, options.model, "heldout", options.device)
     rows = measure(model, held_out, coefficients, targets, options.decode_tokens)
     result = {
         "modelopt": modelopt.__version__,

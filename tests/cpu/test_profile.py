@@ -203,7 +203,7 @@ def test_a_target_that_is_no_fraction_is_refused(target: Any, error: type[Except
         (lambda: LengthExponentModel(0.0, 1.0, 0.0, -0.3, 0.2, 4096.0, (-2.0, 2.0), 1.0), "exponent"),
         (lambda: LengthExponentModel(0.0, -1.0, 0.0, -1.0, 0.0, 4096.0, (-2.0, 2.0), 1.0), "slope"),
         (lambda: LengthExponentModel(0.0, 1.0, 0.3, -1.0, 0.0, 4096.0, (-2.0, 2.0), 1.0), "slope"),
-        (lambda: LengthExponentModel(0.0, 1.0, 0.0, -1.0, 0.2, 4096.0, (-2.0, 2.0), 1.0), "slope"),
+        (lambda: LengthExponentModel(0.0, 1.0, 0.0, -1.0, 0.4, 4096.0, (-2.0, 2.0), 1.0), "slope"),
         (lambda: LengthExponentModel(0.0, 1.0, 0.0, -1.0, 0.0, 0.5, (-2.0, 2.0), 1.0), "reference_length"),
         (lambda: LengthExponentModel(0.0, 1.0, 0.0, -1.0, 0.0, 4096.0, (2.0, -2.0), 1.0), "logit_range"),
         (lambda: LengthExponentModel(1e9, 1.0, 0.0, -1.0, 0.0, 4096.0, (-2.0, 2.0), 1.0), "c0"),

@@ -17,7 +17,7 @@ from torch import Tensor
 from blasst.core.errors import ProfileError
 from blasst.core.phase_fit import SERVING_ORDERS, SERVING_TILES, CountingOrder, PhaseFit
 from blasst.core.profile_json import Fields, phase_fit_from_json, phase_fit_to_json
-from blasst.core.sparsity_model import require_target
+from blasst.core.sparsity_model import MIN_MODEL_LENGTH, require_target
 from blasst.core.threshold import threshold_from_log
 from blasst.core.types import PHASES, Phase, TileShape
 
@@ -95,7 +95,7 @@ class Profile:
         return self.phases[phase]
 
     def coefficients(self, phase: Phase, target_sparsity: float) -> tuple[float, float]:
-        """(log_scale, exponent): threshold = min(1, exp(log_scale) * kv_len ** exponent).
+        """(log_scale, exponent): threshold = min(1, exp(log_scale) * max(kv_len, 128) ** exponent).
 
         Args:
             phase: "prefill" or "decode".
@@ -120,7 +120,8 @@ class Profile:
             phase: "prefill" or "decode".
             target_sparsity: skipped over visited tiles, in [0, 1]; 0 gives exactly 0.
             kv_len: keys of the sequence at that call, cache and new; a number, or a tensor of any shape,
-                whose device is kept without a synchronisation. Below 1 acts as 1.
+                whose device is kept without a synchronisation. Below 128 acts as 128: nothing can be
+                skipped there.
 
         Returns:
             A float, or a float32 tensor shaped like kv_len, in [0, 1].
@@ -131,9 +132,9 @@ class Profile:
         """
         log_scale, exponent = self.coefficients(phase, target_sparsity)
         if isinstance(kv_len, Tensor):
-            log_len = kv_len.to(torch.float32).clamp(min=1.0).log()
+            log_len = kv_len.to(torch.float32).clamp(min=MIN_MODEL_LENGTH).log()
             return (log_len * exponent + log_scale).clamp(max=0.0).exp()
-        return threshold_from_log(log_scale + exponent * math.log(max(kv_len, 1)))
+        return threshold_from_log(log_scale + exponent * math.log(max(kv_len, MIN_MODEL_LENGTH)))
 
     def resolve_targets(
         self, target_sparsity: float | Mapping[Phase, float | None] | None = None

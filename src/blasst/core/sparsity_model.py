@@ -1,8 +1,8 @@
 """The two fitted models that turn a target sparsity into a threshold, reduced to two scalars per target.
 
 Both answer `coefficients(target)` with (log_scale, exponent), and the run time computes
-threshold = min(1, exp(log_scale) * kv_len ** exponent). Construction refuses any values for which a threshold
-would fall when the target rises, or rise with the length, so a profile cannot hold such a model.
+threshold = min(1, exp(log_scale) * max(kv_len, 128) ** exponent). Construction refuses any values for which a
+threshold would fall when the target rises, or rise with the length, so a profile cannot hold such a model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ ModelName = Literal["exponential", "length_exponent"]
 
 MODEL_NAMES: tuple[ModelName, ...] = ("exponential", "length_exponent")
 
-#: Lengths for which a threshold is guaranteed to rise with the target: 1 to 2^27 keys.
+#: Lengths that the models cover; thresholds are guaranteed to rise with the target between them. With fewer
+#: keys than the lower one no tile can be skipped (one key tile in prefill, only anchors in decode), so
+#: shorter lengths act as that.
+MIN_MODEL_LENGTH = 128
 MAX_MODEL_LENGTH = 2**27
 
 #: Targets nearer to 0 or 1 than this act as this far away, so that their logit stays finite.
@@ -111,8 +114,8 @@ class LengthExponentModel:
         r2: share of the variance of ln(threshold) that the fit explains, at most 1.
 
     Raises:
-        ProfileError: thresholds would fall with the target or rise with the length somewhere between 1 and
-            2^27 keys.
+        ProfileError: thresholds would fall with the target or rise with the length somewhere between 128
+            and 2^27 keys.
     """
 
     c0: float
@@ -151,7 +154,7 @@ class LengthExponentModel:
                 exponent,
                 "at most 0 (a threshold must not rise with the length)",
             )
-            for length in (1.0, float(MAX_MODEL_LENGTH)):
+            for length in (float(MIN_MODEL_LENGTH), float(MAX_MODEL_LENGTH)):
                 slope = self.c1 + 2.0 * self.c2 * x + self.c4 * math.log(length / self.reference_length)
                 _require(
                     slope > 0.0,
