@@ -349,6 +349,33 @@ def report(
     print_json({"files": files})
 
 
+@app.command()
+def demo(
+    out: Annotated[
+        Path, typer.Option(parser=output_folder, metavar="DIR", help="Folder for the report.")
+    ] = Path("demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts and fewer items.")] = False,
+    json_output: Json = False,
+) -> None:
+    """Calibrate a small real model, run it dense and sparse, and write a report with pictures."""
+    model_argument(DEFAULT_MODEL)
+    from blasst.report.demo import FULL, PROFILE_FILE, QUICK, run_demo
+    from blasst.report.write import write_report
+
+    with progress_bar("demo") as progress:
+        result = run_demo(QUICK if quick else FULL, progress)
+    files = write_report(out, result.report, result.figures)
+    result.profile.save(out / PROFILE_FILE)
+    if not json_output:
+        print_table("Held-out prompts: target and achieved sparsity", result.report.calibration)
+        print_table("Loss, nats per token", result.report.nll)
+        print_table("Task scores", result.report.quality)
+        print_table("Skipped softmax mass", result.report.skipped_mass)
+        for note in result.figures.notes:
+            error_console.print(f"note: {note}", markup=False)
+    print_json({"report": str(files[-1]), "seconds": result.report.environment["seconds"]})
+
+
 def run() -> int:
     """Run the command line; an error of ours is one line on stderr.
 

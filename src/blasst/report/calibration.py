@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from blasst.calibrate.assemble import build_profile
-from blasst.calibrate.collect import collect
+from blasst.calibrate.collect import CountTable, collect
 from blasst.calibrate.prompts import calibration_prompts
 from blasst.core.profile import DataInfo, ModelInfo, Profile, model_fingerprint
 from blasst.core.types import PHASES, Phase
@@ -65,13 +65,28 @@ def calibrate_model(loaded: LoadedModel, plan: CalibrationPlan, progress: Progre
         decode_tokens=plan.decode_tokens,
         progress=progress,
     )
+    return fit_table(table, loaded, sorted({prompt.kind for prompt in prompts}), plan.target_sparsity)
+
+
+def fit_table(
+    table: CountTable, loaded: LoadedModel, kinds: Sequence[str], target_sparsity: float | None = None
+) -> Profile:
+    """The profile of a model from its counts.
+
+    Args:
+        table: counts of all prompts.
+        loaded: the model they were counted on.
+        kinds: kinds of the prompts.
+        target_sparsity: default target to keep in the profile; None = no default.
+
+    Raises:
+        CalibrationError: the counts cannot be fitted, or the target is out of reach.
+    """
     return build_profile(
         table,
         model_info=ModelInfo(loaded.name, model_fingerprint(loaded.model.config.to_dict())),
-        data_info=DataInfo(
-            table.data_hash, table.num_prompts, tuple(sorted({prompt.kind for prompt in prompts}))
-        ),
-        target_sparsity=plan.target_sparsity,
+        data_info=DataInfo(table.data_hash, table.num_prompts, tuple(sorted(kinds))),
+        target_sparsity=target_sparsity,
     )
 
 

@@ -43,8 +43,8 @@ _SECTIONS: tuple[tuple[str, str, str, str], ...] = (
     (
         "quality",
         "Quality against dense attention",
-        "The same items answered dense and sparse. n is the number of items behind a score: with few items a "
-        "difference of one answer is noise. Loss is in nats per token of held-out text.",
+        "The same items answered dense and sparse; prompts follow the prefill rule, answers the decode rule. "
+        "With few items a difference of one answer is noise.",
         "quality",
     ),
     (
@@ -104,6 +104,15 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
+def _kinds_side_by_side(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row per phase, length and target, one column per kind of prompt."""
+    table: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        key = {name: row[name] for name in ("phase", "seqlen", "target")}
+        table.setdefault(tuple(key.values()), key)[row["kind"]] = row["achieved"]
+    return list(table.values())
+
+
 def _image(name: str, title: str, images: Mapping[str, bytes]) -> str:
     if name not in images:
         return ""
@@ -143,10 +152,10 @@ def render_html(report: Report, figures: FigureData, images: Mapping[str, bytes]
             parts.append(_table(rows))
         if name == "calibration" and figures.kinds:
             parts.append("<p>Content moves sparsity: each kind of prompt at the threshold of a target.</p>")
-            parts.append(_table(figures.kinds))
+            parts.append(_table(_kinds_side_by_side(figures.kinds)))
         if rows_name == "quality":
             nll = [{**row, "difference": row["sparse"] - row["dense"]} for row in report.nll]
-            parts.append("<p>Loss, nats per token:</p>" + _table(nll))
+            parts.append("<p>Loss on held-out prompts, nats per token:</p>" + _table(nll))
     parts.append("<h2>Environment</h2>")
     parts.append(_table([{"what": key, "value": _cell(key, value)} for key, value in environment.items()]))
     parts.append("<footer>The same numbers: report.json beside this file.</footer></body></html>\n")

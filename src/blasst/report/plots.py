@@ -50,30 +50,30 @@ def calibration_figure(points: Sequence[Row], curves: Sequence[Row]) -> Figure:
     """
     phases = _phases(points)
     figure, axes = new_figure(len(phases))
-    lengths = sorted({row["seqlen"] for row in points})
     for ax, phase in zip(axes, phases):
-        for index, length in enumerate(lengths):
+        own = [row for row in points if row["phase"] == phase]
+        for index, length in enumerate(sorted({row["seqlen"] for row in own})):
             colour = CYCLE[index % len(CYCLE)]
-            own = [row for row in points if row["phase"] == phase and row["seqlen"] == length]
-            if own:
-                ax.scatter(
-                    [row["threshold"] for row in own],
-                    [row["sparsity"] for row in own],
-                    s=14,
-                    alpha=0.6,
-                    color=colour,
-                    marker=MARKERS[index % len(MARKERS)],
-                    linewidths=0,
-                    label=length_label(length),
-                )
+            ax.scatter(
+                [row["threshold"] for row in own if row["seqlen"] == length],
+                [row["sparsity"] for row in own if row["seqlen"] == length],
+                s=14,
+                alpha=0.6,
+                color=colour,
+                marker=MARKERS[index % len(MARKERS)],
+                linewidths=0,
+                label=length_label(length),
+            )
             for curve in curves:
                 if curve["phase"] == phase and curve["seqlen"] == length:
                     ax.plot(curve["threshold"], curve["sparsity"], color=colour, linewidth=1.5)
         ax.set_xscale("log")
+        ax.set_xlim(left=min((row["threshold"] for row in own if row["sparsity"] > 0.01), default=None))
         ax.set_xlabel("threshold (weight ratio, no unit)")
         _percent_y(ax, "sparsity (skipped / visited tiles)")
         ax.set_title(f"Calibration, {phase}: points and fit")
-    legend_beside(axes[-1], "length (tokens)\npoint: counted\nline: fitted")
+        title = "length (tokens)\npoint: counted\nline: fitted"
+        ax.legend(title=title, loc="upper left", frameon=False, fontsize=8, title_fontsize=8)
     return figure
 
 
