@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from blasst.evals import models
+from blasst.evals.run import run_tasks
 
 
 def test_missing_wheel_is_an_error_that_holds_the_one_command(monkeypatch):
@@ -60,3 +61,15 @@ def test_a_saved_model_loads_again_ready_to_generate(tmp_path):
     assert not loaded.model.training
     assert not any(p.requires_grad for p in loaded.model.parameters())
     assert loaded.tokenizer.padding_side == "left" and loaded.tokenizer.pad_token is not None
+
+
+def test_the_packaged_model_finds_the_easiest_needles_and_reloads_from_its_cache(tmp_path):
+    converted = models.load_smollm2(cache_dir=tmp_path)
+    model, tokenizer, name = models.load_smollm2(cache_dir=tmp_path)
+    assert name == "SmolLM2-135M-Instruct"
+    for key, value in converted.model.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value)
+    results = run_tasks(
+        model, tokenizer, {"dense": None}, tasks=["niah_single_1"], seqlens=[512], num_items=2, batch_size=2
+    )
+    assert [row.score for row in results.rows] == [1.0, 1.0]

@@ -87,7 +87,7 @@ def largest_item(build: Callable[[int], Item], count_tokens: Callable[[Item], in
         slope = max((tokens - low_tokens) / (guess - low), 1e-3) if guess > low else 1.0
         if tokens <= limit:
             best, low, low_tokens = item, guess, tokens
-            if limit - tokens < slope / 2:
+            if limit - tokens < max(slope / 2, limit / 200):  # within 0.5%: not worth another count
                 break
         else:
             high = guess

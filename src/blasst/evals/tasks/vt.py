@@ -28,7 +28,7 @@ def generate(seed: int, index: int, num_tokens: int, count_tokens: CountTokens) 
             question=f"Which variables hold the value {value}?",
             answer_prefix=f"The {len(names)} variables that hold the value {value} are: VAR",
             answers=tuple(names),
-            max_new_tokens=48,
+            max_new_tokens=64,
         )
 
     return largest_item(build, lambda item: count_tokens(prompt(item)), num_tokens // 6)
@@ -48,4 +48,4 @@ def score(item: Item, text: str) -> float:
     return string_match_all(text, item.answers)
 
 
-TASKS = [Task("vt", generate, prompt, score)]
+TASKS = [Task("vt", generate, prompt, score, answer_lines=NUM_HOPS + 1)]
