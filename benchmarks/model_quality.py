@@ -101,13 +101,14 @@ def tasks(loaded: LoadedModel, options: argparse.Namespace) -> None:
 
 
 def nll(loaded: LoadedModel, options: argparse.Namespace) -> None:
-    """NLL, agreement with dense and skipped mass on held-out prompts, per kind."""
+    """NLL, agreement with dense and skipped mass on held-out prompts."""
     rows = []
     for seqlen in options.check_lengths:
         prompts = calibration_prompts(
             loaded.tokenizer, [seqlen], per_kind=options.per_kind, split="heldout", seed=options.seed + 1
         )
-        for kind in ("all", *dict.fromkeys(prompt.kind for prompt in prompts)):
+        kinds = dict.fromkeys(prompt.kind for prompt in prompts) if options.by_kind else ()
+        for kind in ("all", *kinds):
             chosen = [p.ids(loaded.tokenizer) for p in prompts if kind in ("all", p.kind)]
             compared = compare_conditions(
                 loaded.model,
@@ -140,10 +141,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--stages", default=",".join(STAGES))
-    parser.add_argument("--lengths", type=numbers, default=[1024, 2048, 4096, 8160], help="to calibrate on")
-    parser.add_argument("--check-lengths", type=numbers, default=[4096, 8160], help="held-out prompts")
+    parser.add_argument("--lengths", type=numbers, default=[1024, 2048, 4096, 8176], help="to calibrate on")
+    parser.add_argument("--check-lengths", type=numbers, default=[4096, 8176], help="held-out prompts")
     parser.add_argument("--per-kind", type=int, default=3, help="prompts per kind and length")
-    parser.add_argument("--decode-tokens", type=int, default=32)
+    parser.add_argument("--decode-tokens", type=int, default=16)
+    parser.add_argument("--by-kind", action="store_true", help="also compare NLL per kind of prompt")
     parser.add_argument("--task-lengths", type=numbers, default=[4096])
     parser.add_argument("--tasks", default="", help="task kinds; default all")
     parser.add_argument("--items", type=int, default=50, help="per task kind")
