@@ -86,14 +86,19 @@ class Outputs:
 
 
 def allocate(problem: AttentionProblem, tile: TileShape) -> Outputs:
-    """Outputs of a problem; what a kernel only adds to or marks in starts at zero."""
+    """Outputs of a problem; what a kernel only adds to or marks in starts at zero.
+
+    Packed rows may belong to no sequence: they read as rows that see nothing.
+    """
     q, device = problem.q, problem.q.device
-    out = torch.empty(*q.shape[:-1], problem.head_dim_v, dtype=q.dtype, device=device)
+    out_shape = (*q.shape[:-1], problem.head_dim_v)
     if problem.packed:
-        lse_shape = (problem.num_heads, q.shape[0])
+        out = torch.zeros(out_shape, dtype=q.dtype, device=device)
+        lse = torch.full((problem.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32, device=device)
     else:
+        out = torch.empty(out_shape, dtype=q.dtype, device=device)
         lse_shape = (q.shape[0], problem.num_heads, q.shape[1])
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
     shape = map_shape(problem, tile)
     return Outputs(
         out,
