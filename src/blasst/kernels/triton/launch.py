@@ -19,6 +19,9 @@ UNLIMITED = 2**30
 
 LOG2_E = 1.4426950408889634
 
+#: Compute capability that stands for Triton's CPU interpreter.
+NO_GPU = (0, 0)
+
 #: Arguments whose value must not lead to a new compilation (Triton specialises integers on 1 and on 16).
 LENGTHS = [
     "batch",
@@ -232,6 +235,7 @@ class Config:
         num_stages: depth of the load pipeline.
         part: keys that prefill scores at once: half of the tile (both halves of the scores stay in registers), or
             32 (a tile is scored once to vote and once more to be used).
+        edge_part: keys that prefill scores at once in tiles with masks (64: masks and scores spill at head_dim 128).
         stream: columns of q and k per step of Q.K^T; 0 = all at once, q stays resident.
         block_m: rows of a program in decode.
     """
@@ -239,6 +243,7 @@ class Config:
     num_warps: int
     num_stages: int
     part: int = 64
+    edge_part: int = 32
     stream: int = 0
     block_m: int = 16
 
@@ -269,6 +274,9 @@ PREFILL_CONFIGS: dict[tuple[int, int], Config] = {
 PREFILL_FP32 = Config(num_warps=8, num_stages=1, part=32, stream=32)
 PREFILL_WIDEST = Config(num_warps=8, num_stages=1, part=32, stream=32)
 
+#: In Triton's interpreter: as few operations as possible.
+INTERPRETED = Config(num_warps=4, num_stages=1, edge_part=64)
+
 #: Parts of these capabilities have 99 KB of shared memory for a program, others 163 KB or more.
 SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 
@@ -280,6 +288,8 @@ def _widest(problem: AttentionProblem) -> int:
 def prefill_config(problem: AttentionProblem, arch: tuple[int, int]) -> Config:
     """Launch configuration of prefill."""
     wide = _widest(problem)
+    if arch == NO_GPU:
+        return INTERPRETED
     if problem.q.dtype == torch.float32:
         return PREFILL_FP32
     if wide > 256:
@@ -296,6 +306,8 @@ def decode_config(problem: AttentionProblem, arch: tuple[int, int], rows: int) -
     fewer. All of these compile without spills (fp32 does not).
     """
     wide = _widest(problem)
+    if arch == NO_GPU:
+        return Config(num_warps=4, num_stages=1, block_m=16 if rows <= 16 else 64)
     if problem.q.dtype == torch.float32:
         return Config(num_warps=8, num_stages=1, stream=32)
     if wide > 256:
@@ -328,9 +340,11 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a CUDA device; (0, 0) elsewhere (interpreter, other vendors)."""
+    """Compute capability of a CUDA device, NO_GPU in the interpreter; other vendors count as (8, 0)."""
+    if device.type == "cpu":
+        return NO_GPU
     if device.type != "cuda" or torch.version.hip is not None:
-        return 0, 0
+        return 8, 0
     return _capability(device.index if device.index is not None else torch.cuda.current_device())
 
 

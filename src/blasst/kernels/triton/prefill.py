@@ -50,9 +50,6 @@ from blasst.kernels.triton.primitives import (
     visible_rows,
 )
 
-#: Keys scored at once in tiles with masks: with 64, masks and scores spill at head_dim 128 (sm_90: 40 to 64 bytes).
-EDGE_PART = 32
-
 
 @triton.jit
 def _find_sequence(slot, cu_q_ptr, batch, search_steps, BLOCK_M: tl.constexpr):
@@ -463,7 +460,7 @@ def plan(problem: AttentionProblem, outputs: Outputs, arch: tuple[int, int]) -> 
     }
     constants = flags(problem) | dimensions(problem)
     constants |= {"LEFT_EDGE": problem.window_size[0] >= 0, "STREAM": config.stream, "PART": config.part}
-    constants |= {"EDGE_PART": EDGE_PART}
+    constants |= {"EDGE_PART": config.edge_part}
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "NARROW": narrow(problem, config.part)}
     return [Launch(prefill_kernel, slots * outer, arguments, constants, config.options())]
 
