@@ -25,7 +25,6 @@ from blasst.evals.run import run_tasks
 from blasst.report.calibration import CalibrationPlan, calibrate_model
 
 STAGES = ("calibrate", "heldout", "tasks", "nll")
-TARGETS = (0.5, 0.7)
 #: Tasks that dense solves less often than this say nothing about skipping.
 MIN_DENSE_SCORE = 0.2
 
@@ -35,10 +34,18 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def conditions(profile: Path, targets: tuple[float, ...] = TARGETS) -> dict[str, dict[str, Any]]:
-    """Settings of each target, under its name."""
-    loaded = load_profile(profile)
-    return {f"{target:g}": {"profile": loaded, "target_sparsity": target} for target in targets}
+def conditions(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Settings of each target under its name, in both phases or in one, and of the control."""
+    profile = load_profile(options.out / "profile.json")
+    settings: dict[str, dict[str, Any]] = {}
+    for phases in options.phases.split(","):
+        for target in options.targets:
+            wanted = target if phases == "both" else {phases: target}
+            name = f"{target:g}" if phases == "both" else f"{target:g} {phases}"
+            settings[name] = {"profile": profile, "target_sparsity": wanted}
+    if options.control:
+        settings["threshold 0"] = {"threshold": 0.0}
+    return settings
 
 
 def calibrate(loaded: LoadedModel, options: argparse.Namespace) -> None:
@@ -53,25 +60,22 @@ def heldout(loaded: LoadedModel, options: argparse.Namespace) -> None:
         loaded.tokenizer, options.check_lengths, per_kind=options.per_kind, split="heldout", seed=options.seed
     )
     rows = []
-    for name, settings in conditions(options.out / "profile.json").items():
+    for name, settings in conditions(options).items():
         records = measure_sparsity(
             loaded.model, loaded.tokenizer, prompts, decode_tokens=options.decode_tokens, **settings
         )
         for phase in ("prefill", "decode"):
             for seqlen in options.check_lengths:
                 achieved = pooled_sparsity(records, phase, seqlen)
-                rows.append({"phase": phase, "seqlen": seqlen, "target": float(name), "achieved": achieved})
+                rows.append({"phase": phase, "seqlen": seqlen, "condition": name, "achieved": achieved})
                 print(rows[-1], flush=True)
-        rows += [{"target": float(name), **asdict(record)} for record in records]
+        rows += [{"condition": name, **asdict(record)} for record in records]
     write_rows(options.out / "heldout.jsonl", rows)
 
 
 def tasks(loaded: LoadedModel, options: argparse.Namespace) -> None:
     """All task kinds, dense and at each target, on the same items."""
-    settings = {
-        name: {**value, "collect_counts": True}
-        for name, value in conditions(options.out / "profile.json").items()
-    }
+    settings = {name: {**value, "collect_counts": True} for name, value in conditions(options).items()}
     results = run_tasks(
         loaded.model,
         loaded.tokenizer,
@@ -87,7 +91,7 @@ def tasks(loaded: LoadedModel, options: argparse.Namespace) -> None:
     rows = [asdict(row) for row in results.summary(min_dense_score=MIN_DENSE_SCORE)]
     for row in rows:
         print(
-            f"{row['seqlen']} {row['task']:16s} {row['condition']:4s} n={row['n']} dense {row['dense']:.3f} "
+            f"{row['seqlen']} {row['task']:16s} {row['condition']:12s} n={row['n']} dense {row['dense']:.3f} "
             f"sparse {row['sparse']:.3f} difference {row['difference']:+.3f} "
             f"[{row['low']:+.3f}, {row['high']:+.3f}]",
             flush=True,
@@ -113,12 +117,12 @@ def nll(loaded: LoadedModel, options: argparse.Namespace) -> None:
             compared = compare_conditions(
                 loaded.model,
                 chosen,
-                conditions(options.out / "profile.json"),
+                conditions(options),
                 decode_tokens=options.decode_tokens,
                 measure_skipped_mass=kind == "all",
             )
             for name, found in compared.items():
-                rows.append({"seqlen": seqlen, "kind": kind, "target": float(name), **asdict(found)})
+                rows.append({"seqlen": seqlen, "kind": kind, "condition": name, **asdict(found)})
                 print(
                     f"{seqlen} {kind:9s} {name} nll {found.nll_dense:.4f} {found.nll_sparse:.4f} "
                     f"({found.nll_difference:+.4f}) kl {found.kl:.4f} top1 {found.top1_agreement:.3f} "
@@ -126,6 +130,11 @@ def nll(loaded: LoadedModel, options: argparse.Namespace) -> None:
                     flush=True,
                 )
     write_rows(options.out / "nll.jsonl", rows)
+
+
+def floats(text: str) -> list[float]:
+    """Comma-separated numbers."""
+    return [float(part) for part in text.split(",")]
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -146,6 +155,9 @@ def main() -> None:
     parser.add_argument("--per-kind", type=int, default=3, help="prompts per kind and length")
     parser.add_argument("--decode-tokens", type=int, default=16)
     parser.add_argument("--by-kind", action="store_true", help="also compare NLL per kind of prompt")
+    parser.add_argument("--targets", type=floats, default=[0.5, 0.7], help="target sparsities")
+    parser.add_argument("--phases", default="both", help="both, prefill, decode, or several of them")
+    parser.add_argument("--control", action="store_true", help="also run threshold 0: rounding alone")
     parser.add_argument("--task-lengths", type=numbers, default=[4096])
     parser.add_argument("--tasks", default="", help="task kinds; default all")
     parser.add_argument("--items", type=int, default=50, help="per task kind")
