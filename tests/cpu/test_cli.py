@@ -79,8 +79,7 @@ def test_bad_argument_exits_with_2_before_the_model_loads(
     file.write_text("not json")
     filled = [part.format(file=file, folder=tmp_path) for part in arguments]
     monkeypatch.setattr(cli, "_load_model", no_model)
-    monkeypatch.setattr(sys, "argv", ["blasst", *filled])
-    assert cli.run() == 2
+    assert run_inside(tuple(filled), monkeypatch) == 2
     message = capsys.readouterr().err
     assert message.strip(), "no word about what was wrong"
     assert "Traceback" not in message
@@ -202,20 +201,38 @@ def profile_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def run_inside(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The command line in this process; its output goes to capsys."""
+    monkeypatch.setattr(sys, "argv", ["blasst", *arguments])
+    return cli.run()
+
+
 @pytest.mark.parametrize("engine", ["modelopt", "tensorrt-llm", "sglang", "flashinfer"])
-def test_export_prints_the_setting_and_notes_apart(engine: str, profile_file: Path) -> None:
-    done = run("export", str(profile_file), "--to", engine)
-    assert done.returncode == 0, done.stderr
-    assert "skip_softmax" in done.stdout.lower()
-    assert "note:" in done.stderr
+def test_export_prints_the_setting_and_notes_apart(
+    engine: str, profile_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_inside(("export", str(profile_file), "--to", engine), monkeypatch) == 0
+    shown = capfd.readouterr()
+    assert "skip_softmax" in shown.out.lower()
+    assert "note:" in shown.err
 
 
-def test_export_json_holds_text_factors_and_file(profile_file: Path, tmp_path: Path) -> None:
+def test_export_json_holds_text_factors_and_file(
+    profile_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "sub" / "engine.yaml"
-    done = run(
-        "export", str(profile_file), "--to", "tensorrt-llm", "--length", "4096", "--out", str(out), "--json"
-    )
-    assert done.returncode == 0, done.stderr
-    value = json.loads(done.stdout)
+    options = ("--to", "tensorrt-llm", "--length", "4096", "--out", str(out), "--json")
+    assert run_inside(("export", str(profile_file), *options), monkeypatch) == 0
+    value = json.loads(capfd.readouterr().out)
     assert out.read_text() == value["text"]
     assert value["scale_factors"]["prefill"] > 0
+
+
+def test_report_draws_again_and_prints_the_files_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    empty = {"calibration": [], "quality": [], "nll": [], "skipped_mass": [], "environment": {"cpu": "any"}}
+    (tmp_path / "report.json").write_text(json.dumps(empty))
+    assert run_inside(("report", str(tmp_path), "--json"), monkeypatch) == 0
+    assert json.loads(capfd.readouterr().out) == {"files": [str(tmp_path / "report.html")]}
+    assert "any" in (tmp_path / "report.html").read_text()
