@@ -204,10 +204,12 @@ def _visit(
             HEAD_DIM, MAIN, TAIL, STREAM, NARROW,
         )  # fmt: skip
         tile_max = anchor_max
+        tile_bound = bound
+        count = row_ok
         if tile >= 0:  # always: see prefill
             tile_max = row_maximum(s)
-        if MASS:
-            tile_bound, count = group_bound(s, finite_base(anchor_max), BLOCK_M, BLOCK_N)
+            if MASS:
+                tile_bound, count = group_bound(s, finite_base(anchor_max), BLOCK_M, BLOCK_N)
         if SKIP and MODE != FOLLOW:
             agree = agrees(tile_max, anchor_max, log2_t)
             if BUDGET:
@@ -225,8 +227,8 @@ def _visit(
                 )  # fmt: skip
                 tile_max = row_maximum(s)
             row_max, row_sum, _, acc_main, acc_tail = absorb(
-                (row_max, row_sum, 0.0, acc_main, acc_tail), s, tile_max, keys,
-                True, MASKED, GUARD, False, V_IN_K, HEAD_DIM_V, MAIN_V, TAIL_V, BLOCK_N,
+                (row_max, row_sum, 0.0, acc_main, acc_tail), s, tile_max, keys, cache,
+                True, MASKED, GUARD, False, V_IN_K, HEAD_DIM_V, MAIN_V, TAIL_V, NARROW, BLOCK_N,
             )  # fmt: skip
         elif MASS:
             bound += tile_bound

@@ -106,8 +106,8 @@ def _tile_maximum(
         )
         if first >= 0:  # always: see _visit
             tile_max = max_or_nan(tile_max, row_maximum(s))
-        if MASS:
-            tile_bound += group_bound(s, finite_base(row_max), BLOCK_M, PART)[0]
+            if MASS:
+                tile_bound += group_bound(s, finite_base(row_max), BLOCK_M, PART)[0]
     return tile_max, tile_bound
 
 
@@ -141,8 +141,8 @@ def _absorb_in_parts(
             query, cache, scoring, span, first + offset, PART, MASKED, SOFTCAP, HEAD_DIM, MAIN, TAIL, STREAM, NARROW
         )
         row_max, row_sum, bound, acc_main, acc_tail = absorb(
-            (row_max, row_sum, bound, acc_main, acc_tail), s, row_maximum(s), keys,
-            True, MASKED, MASKED, MASS, False, HEAD_DIM_V, MAIN_V, TAIL_V, PART,
+            (row_max, row_sum, bound, acc_main, acc_tail), s, row_maximum(s), keys, cache,
+            True, MASKED, MASKED, MASS, False, HEAD_DIM_V, MAIN_V, TAIL_V, NARROW, PART,
         )  # fmt: skip
     return row_max, row_sum, bound, acc_main, acc_tail
 
@@ -204,10 +204,11 @@ def _visit(
             query, cache, scoring, span, first + PART, PART, MASKED, SOFTCAP, HEAD_DIM, MAIN, TAIL, STREAM, NARROW
         )
         tile_max = row_max
-        if first >= 0:  # always: a value that leaves a branch ends a walk in which Triton 3.6 fails on sm_100
+        tile_bound = bound
+        if first >= 0:  # always: values that leave a branch end a walk in which Triton 3.6 fails on sm_100
             tile_max = max_or_nan(row_maximum(s0), row_maximum(s1))
-        if BUDGET:
-            tile_bound = _bound_of_halves(s0, s1, row_max, BLOCK_M, PART)
+            if BUDGET:
+                tile_bound = _bound_of_halves(s0, s1, row_max, BLOCK_M, PART)
     elif SKIP:
         tile_max, tile_bound = _tile_maximum(
             first, row_max, query, cache, scoring, span, MASKED, MASS, SOFTCAP,
@@ -223,12 +224,12 @@ def _visit(
     if skipped == 0:
         if HALVES:
             row_max, row_sum, bound, acc_main, acc_tail = absorb(
-                (row_max, row_sum, bound, acc_main, acc_tail), s0, tile_max, keys0,
-                True, MASKED, MASKED, MASS, False, HEAD_DIM_V, MAIN_V, TAIL_V, PART,
+                (row_max, row_sum, bound, acc_main, acc_tail), s0, tile_max, keys0, cache,
+                True, MASKED, MASKED, MASS, False, HEAD_DIM_V, MAIN_V, TAIL_V, NARROW, PART,
             )  # fmt: skip
             row_max, row_sum, bound, acc_main, acc_tail = absorb(
-                (row_max, row_sum, bound, acc_main, acc_tail), s1, tile_max, keys1,
-                False, MASKED, MASKED, MASS, False, HEAD_DIM_V, MAIN_V, TAIL_V, PART,
+                (row_max, row_sum, bound, acc_main, acc_tail), s1, tile_max, keys1, cache,
+                False, MASKED, MASKED, MASS, False, HEAD_DIM_V, MAIN_V, TAIL_V, NARROW, PART,
             )  # fmt: skip
         else:
             row_max, row_sum, bound, acc_main, acc_tail = _absorb_in_parts(

@@ -90,49 +90,39 @@ def sequence_storage(
 
 
 @triton.jit
-def key_places(cache, start, key, ok, PART: tl.constexpr, NARROW: tl.constexpr):
-    """Where PART keys from position `start` lie in k and v; entries of the block table past need are not read.
+def key_places(ptr, stride_b, stride_s, cache, start, ok, PART: tl.constexpr, NARROW: tl.constexpr):
+    """Pointer and offsets from it of PART keys (or values) from position `start`.
+
+    Entries of the block table past need are not read.
 
     Args:
+        ptr: of k or v, from `cache`.
+        stride_b: its stride from page to page.
+        stride_s: its stride from slot to slot.
         cache: see `part_scores`.
-        key: (PART,) positions start, start + 1, ...
-        ok: (PART,) which of them are wanted.
+        ok: (PART,) which of the keys are wanted.
         NARROW: the keys lie at one stride (no pages, or pages that hold whole parts) and within 2**31 elements,
             so that the offsets inside the part fit int32.
-
-    Returns:
-        Pointer into k, pointer into v, offsets of the keys from them.
     """
-    k_ptr, v_ptr, pad, table_ptr, table_row, page_size, ks_b, ks_s, vs_b, vs_s = cache
+    _, _, pad, table_ptr, table_row, page_size, _, _, _, _ = cache
     if NARROW:
-        inside = tl.arange(0, PART)
+        offsets = tl.arange(0, PART) * stride_s
+        slot = pad + start
         if table_ptr is not None:
-            slot = pad + start
             wanted = tl.max(ok.to(tl.int32), axis=0) != 0
-            page = tl.load(table_ptr + table_row + slot // page_size, mask=wanted, other=0).to(tl.int64)
-            row = (slot % page_size).to(tl.int64)
-            k_place = k_ptr + page * ks_b + row * ks_s
-            v_place = v_ptr + page * vs_b + row * vs_s
+            page = tl.load(table_ptr + table_row + slot // page_size, mask=wanted, other=0)
+            place = ptr + page.to(tl.int64) * stride_b + (slot % page_size).to(tl.int64) * stride_s
         else:
-            row = (pad + start).to(tl.int64)
-            k_place = k_ptr + row * ks_s
-            v_place = v_ptr + row * vs_s
-        k_offsets = inside * ks_s
-        v_offsets = inside * vs_s
+            place = ptr + slot.to(tl.int64) * stride_s
     else:
-        k_place = k_ptr
-        v_place = v_ptr
+        place = ptr
+        slot = pad + start + tl.arange(0, PART)
         if table_ptr is not None:
-            slot = pad + key
-            page = tl.load(table_ptr + table_row + slot // page_size, mask=ok, other=0).to(tl.int64)
-            row = (slot % page_size).to(tl.int64)
-            k_offsets = page * ks_b + row * ks_s
-            v_offsets = page * vs_b + row * vs_s
+            page = tl.load(table_ptr + table_row + slot // page_size, mask=ok, other=0)
+            offsets = page.to(tl.int64) * stride_b + (slot % page_size).to(tl.int64) * stride_s
         else:
-            row = key.to(tl.int64)
-            k_offsets = row * ks_s
-            v_offsets = row * vs_s
-    return k_place, v_place, k_offsets, v_offsets
+            offsets = slot.to(tl.int64) * stride_s
+    return place, offsets
 
 
 @triton.jit
@@ -168,13 +158,14 @@ def store_rows(ptr, offsets, ok, value, FIRST: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def _tanh(x):
-    """tanh with relative error below 3e-7 also near 0, from exp2 alone."""
+    """tanh within 2 units in the last place everywhere: its series near 0, exp2 beyond."""
     e = tl.exp2(-2.0 * LOG2_E * tl.abs(x))
-    far = (1.0 - e) / (1.0 + e)
+    far = 1.0 - 2.0 * (e / (1.0 + e))
     far = tl.where(x < 0.0, -far, far)
     x2 = x * x
-    near = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
-    return tl.where(tl.abs(x) < 0.3, near, far)
+    series = -1382.0 / 155925 + x2 * (21844.0 / 6081075 + x2 * (-929569.0 / 638512875))
+    series = -1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835 + x2 * series)))
+    return tl.where(tl.abs(x) < 0.5, x + x * (x2 * series), far)
 
 
 @triton.jit
@@ -220,14 +211,14 @@ def part_scores(
 
     Returns:
         Scores [M, PART] (log2 units, invisible = -inf with MASKED), and what `absorb` needs to find the values:
-        (which keys exist, v pointer, offsets, main part of k, whether some row misses one of the keys).
+        (start, which keys exist, main part of k, whether some row misses one of the keys).
     """
     q_ptr, q_offsets, q_ok, q_main, q_tail = query
     scale, cap = scoring
     key_lo, key_hi, row_lo, row_hi, common_lo, common_hi = span
     key = start + tl.arange(0, PART)
     ok = (key >= key_lo) & (key < key_hi)
-    k_place, v_place, k_offsets, v_offsets = key_places(cache, start, key, ok, PART, NARROW)
+    k_place, k_offsets = key_places(cache[0], cache[6], cache[7], cache, start, ok, PART, NARROW)
     if STREAM == 0:
         k_main = load_rows(k_place, k_offsets, ok, MASKED, 0, MAIN, HEAD_DIM)
         qk = tl.dot(q_main, tl.trans(k_main), input_precision="ieee")
@@ -248,7 +239,7 @@ def part_scores(
     if MASKED:
         s = hide(s, row_lo, row_hi, key)
     ragged = (tl.maximum(start, key_lo) < common_lo) | (tl.minimum(start + PART, key_hi) > common_hi)
-    return s, (ok, v_place, v_offsets, k_main, ragged)
+    return s, (start, ok, k_main, ragged)
 
 
 @triton.jit
@@ -343,6 +334,7 @@ def absorb(
     s,
     tile_max,
     keys,
+    cache,
     FIRST_PART: tl.constexpr,
     MASKED: tl.constexpr,
     GUARD: tl.constexpr,
@@ -351,6 +343,7 @@ def absorb(
     HEAD_DIM_V: tl.constexpr,
     MAIN_V: tl.constexpr,
     TAIL_V: tl.constexpr,
+    NARROW: tl.constexpr,
     PART: tl.constexpr,
 ):
     """The online-softmax update of kept keys.
@@ -358,7 +351,8 @@ def absorb(
     Args:
         state: (row_max, row_sum, bound, acc main part, acc tail part).
         tile_max: row maxima of everything that is absorbed until the next FIRST_PART.
-        keys: see `part_scores`.
+        keys: see `part_scores`; the places of the values are found only now, which saves registers until then.
+        cache: see `part_scores`.
         FIRST_PART: whether row_max may move (else tile_max is already in it).
         MASKED: some of the keys may not exist.
         GUARD: rows may miss some of the keys; a value that is not finite then reaches only the rows that see it
@@ -366,7 +360,8 @@ def absorb(
         V_IN_K: v is the main part of k (MLA), nothing is read.
     """
     row_max, row_sum, bound, acc_main, acc_tail = state
-    ok, v_place, v_offsets, k_main, ragged = keys
+    start, ok, k_main, ragged = keys
+    v_place, v_offsets = key_places(cache[1], cache[8], cache[9], cache, start, ok, PART, NARROW)
     if FIRST_PART:
         new_max = max_or_nan(row_max, tile_max)
         rescale = tl.exp2(row_max - finite_base(new_max))

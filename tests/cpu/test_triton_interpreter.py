@@ -1,0 +1,396 @@
+"""The Triton kernels in Triton's CPU interpreter, against the reference.
+
+Whether a kernel is interpreted is fixed when triton is imported, so these tests want a process of their own:
+test_triton.py starts it; by hand: TRITON_INTERPRET=1 python -m pytest tests/cpu/test_triton_interpreter.py
+"""
+
+import dataclasses
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("runs in the process that test_triton.py starts", allow_module_level=True)
+pytest.importorskip("triton")
+
+from blasst import blasst_attn_func, blasst_attn_varlen_func, blasst_attn_with_kvcache
+from blasst.core.errors import UnsupportedError
+from blasst.core.problem import AttentionProblem
+from blasst.core.reference import reference_attention, run_reference
+from blasst.kernels.triton import decode, prefill, unsupported_reason
+from blasst.testing import (
+    assert_finite,
+    assert_matches_reference,
+    assert_same_kept_tiles,
+    assert_within_budget,
+    heavy_tailed_inputs,
+    pages_from,
+)
+
+# numpy says what the kernels do on purpose: log2(0), inf - inf, all-NaN maxima, exp2 overflow
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+EVERYTHING = {
+    "return_lse": True,
+    "return_counts": True,
+    "return_mass_bound": True,
+    "return_kept_tiles": True,
+    "impl": "triton",
+}
+#: Nats by which float32 and float64 scores of these inputs may differ.
+NEAR = 1e-3
+
+
+def attention_of(phase):
+    return blasst_attn_with_kvcache if phase == "decode" else blasst_attn_func
+
+
+def problem_of(inputs, phase, threshold, **options):
+    """A canonical problem, for what the public functions check away or do not offer."""
+    batch, seqlen_q = inputs.q.shape[:2]
+    wanted = dict.fromkeys(("want_counts", "want_mass_bound", "want_kept_tiles"), True)
+    absent = ("sinks", "max_skipped_mass", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table")
+    if isinstance(threshold, float):
+        threshold = torch.full((batch,), threshold)
+    fields = dict.fromkeys(absent) | wanted
+    fields |= {"softmax_scale": inputs.q.shape[-1] ** -0.5, "causal": True, "window_size": (-1, -1), "softcap": 0.0}
+    fields |= {"max_seqlen_q": seqlen_q, "max_seqlen_k": inputs.k.shape[1]}
+    return AttentionProblem(*inputs, phase=phase, threshold=threshold, **(fields | options))
+
+
+def compare(problem, near=0.0):
+    """A run of the kernel against the reference; returns the run's output."""
+    got = (decode if problem.phase == "decode" else prefill).run(problem)
+    truth = run_reference(problem)
+    yardstick = run_reference(problem, kept_tiles=truth.kept_tiles, dtype=problem.q.dtype)
+    assert_matches_reference(got, truth, yardstick, problem.threshold, near)
+    return got
+
+
+@st.composite
+def calls(draw):
+    phase = draw(st.sampled_from(["prefill", "decode"]))
+    kv_heads, group = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 3]))
+    inputs = heavy_tailed_inputs(
+        draw(st.sampled_from([1, 2])),
+        draw(st.sampled_from([1, 5, 8] if phase == "decode" else [1, 63, 65, 150])),
+        draw(st.sampled_from([1, 17, 129, 500] if phase == "prefill" else [1, 65, 500, 700])),
+        kv_heads * group,
+        kv_heads,
+        draw(st.sampled_from([16, 40])),
+        draw(st.sampled_from([16, 24])),
+        dtype=draw(st.sampled_from([torch.float16, torch.float32])),
+        seed=draw(st.integers(0, 10**6)),
+        noise=draw(st.sampled_from([0.5, 2.0])),
+        drop=draw(st.sampled_from([(8.0, 40.0), (1.0, 12.0)])),
+    )
+    options = {
+        "causal": draw(st.booleans()),
+        "window_size": draw(st.sampled_from([(-1, -1), (-1, -1), (100, 0), (70, 30)])),
+        "softcap": draw(st.sampled_from([0.0, 0.0, 10.0])),
+        "max_skipped_mass": draw(st.sampled_from([None, None, 0.1])),
+    }
+    if draw(st.booleans()):
+        options["sinks"] = torch.linspace(-2, 6, kv_heads * group)
+    return phase, inputs, options
+
+
+@settings(max_examples=15)
+@given(calls(), st.sampled_from([0.0, 0.003, 0.1, 1.0]))
+def test_random_calls_equal_the_reference(call, threshold):
+    phase, inputs, options = call
+    truth = reference_attention(*inputs, threshold=threshold, phase=phase, **options)
+    got = attention_of(phase)(*inputs, threshold=threshold, **options, **EVERYTHING)
+    if options["max_skipped_mass"] is not None and not torch.equal(got.kept_tiles, truth.kept_tiles):
+        return  # a budget decision near its own cut
+    yardstick = reference_attention(
+        *inputs, threshold=threshold, phase=phase, kept_tiles=truth.kept_tiles, dtype=inputs.q.dtype, **options
+    )
+    assert_matches_reference(got, truth, yardstick, threshold, NEAR)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("arch", [(8, 0), (8, 9), (9, 0), (10, 0)])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(32, torch.float16), (144, torch.float16), (32, torch.float32)])
+def test_the_configurations_of_gpus_compute_the_same(arch, phase, head_dim, dtype, monkeypatch):
+    monkeypatch.setattr(prefill, "capability", lambda device: arch)
+    monkeypatch.setattr(decode, "capability", lambda device: arch)
+    inputs = heavy_tailed_inputs(1, 2 if phase == "decode" else 70, 450, 1, 1, head_dim, dtype=dtype, seed=1, block=128)
+    got = compare(problem_of(inputs, phase, 0.05))
+    assert int(got.counts.skipped.sum()) > 0
+    budget = compare(problem_of(inputs, phase, 1.0, max_skipped_mass=0.05), NEAR)
+    assert int(budget.counts.skipped.sum()) > 0
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_skip_sets_are_those_of_the_reference_and_nested(phase):
+    inputs = heavy_tailed_inputs(2, 2 if phase == "decode" else 70, 900, 2, 1, 40, dtype=torch.float16, seed=2, block=128)
+    before = None
+    for threshold in (0.0, 0.01, 0.05, 1.0):
+        got = attention_of(phase)(*inputs, threshold=threshold, causal=True, **EVERYTHING)
+        truth = reference_attention(*inputs, threshold=threshold, causal=True, phase=phase)
+        assert assert_same_kept_tiles(got.kept_tiles, truth, threshold, 0.0 if threshold < 1 else NEAR) == 0
+        assert threshold == 0.0 or int(got.counts.skipped.sum()) > 0
+        assert before is None or not bool((got.kept_tiles & ~before).any())
+        before = got.kept_tiles
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_threshold_zero_is_bit_identical_to_dense_and_measuring_changes_nothing(phase, dtype):
+    inputs = heavy_tailed_inputs(1, 3 if phase == "decode" else 100, 600, 2, 1, 24, dtype=dtype, seed=3)
+    attn = attention_of(phase)
+    dense = attn(*inputs, causal=True, return_lse=True, impl="triton")
+    for keywords in ({"impl": "triton", "return_lse": True}, EVERYTHING):
+        got = attn(*inputs, threshold=0.0, causal=True, **keywords)
+        assert torch.equal(got.out, dense.out)
+        assert torch.equal(got.lse, dense.lse)
+    assert int(got.counts.skipped.sum()) == 0
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_values_of_skipped_tiles_are_not_touched(phase):
+    inputs = heavy_tailed_inputs(1, 1 if phase == "decode" else 70, 1000, 2, 1, 16, seed=4, block=128)
+    size = 64 if phase == "decode" else 128
+    truth = reference_attention(*inputs, threshold=0.05, phase=phase)
+    skipped_by_all = ~truth.kept_tiles[0].any(0).any(0)
+    assert int(skipped_by_all.sum()) > 0
+    clean = attention_of(phase)(*inputs, threshold=0.05, impl="triton").out
+    inputs.v[:, skipped_by_all.repeat_interleave(size)[:1000]] = math.nan
+    got = attention_of(phase)(*inputs, threshold=0.05, impl="triton").out
+    assert_finite(got)
+    assert torch.equal(got, clean)
+
+
+@pytest.mark.parametrize("dims", [(72, 96), (96, 120), (112, 80), (192, 128), (256, 256), (8, 5)])
+def test_head_dims_with_nan_in_the_lanes_beyond(dims):
+    wide = heavy_tailed_inputs(1, 66, 140, 1, 1, 272, seed=5, dtype=torch.float16)
+    for x, size in zip(wide, (dims[0], dims[0], dims[1]), strict=True):
+        x[..., size:] = math.nan
+    inputs = type(wide)(wide.q[..., : dims[0]], wide.k[..., : dims[0]], wide.v[..., : dims[1]])
+    compare(problem_of(inputs, "prefill", 0.0), NEAR)
+    compare(problem_of(inputs._replace(q=inputs.q[:, -2:]), "decode", 0.0), NEAR)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_mla_with_values_inside_the_keys(phase):
+    inputs = heavy_tailed_inputs(1, 2, 400, 20 if phase == "decode" else 2, 1, 576, seed=6, dtype=torch.float16)
+    inputs = inputs._replace(v=inputs.k[..., :512])
+    got = compare(problem_of(inputs, phase, 0.05))
+    apart = compare(problem_of(inputs._replace(v=inputs.v.contiguous()), phase, 0.05))
+    assert torch.equal(got.out, apart.out)
+    assert int(got.counts.skipped.sum()) > 0 or phase == "prefill"
+
+
+def test_all_rows_of_a_kv_head_vote_together_beyond_one_block():
+    inputs = heavy_tailed_inputs(1, 3, 700, 50, 1, 16, seed=7, dtype=torch.float16)
+    # rows of the last block alone want tile 5
+    direction = inputs.q[0, 2, 49].float()
+    direction[0] = 0.0
+    inputs.k[0, 5 * 64 + 7, 0] = (direction / direction.norm() ** 2 * 4.0 * 30.0).half()
+    for keywords in ({}, {"max_skipped_mass": 0.2}):
+        problem = problem_of(inputs, "decode", 0.05, **keywords)
+        assert problem.num_heads * 3 > 2 * 64
+        got = compare(problem, NEAR)
+        assert bool(got.kept_tiles[0, 0, 0, 5])
+        assert int(got.counts.skipped.sum()) > 0
+    want_nothing = dict.fromkeys(("want_counts", "want_mass_bound", "want_kept_tiles"), False)
+    plain = decode.run(dataclasses.replace(problem_of(inputs, "decode", 0.05), **want_nothing))
+    assert torch.equal(plain.out, decode.run(problem_of(inputs, "decode", 0.05)).out)
+
+
+def test_a_request_decodes_to_the_same_bits_alone_and_in_a_batch():
+    inputs = heavy_tailed_inputs(5, 2, 1300, 4, 2, 16, seed=8, dtype=torch.float16)
+    used = torch.tensor([1300, 3, 700, 1290, 64], dtype=torch.int32)
+    batch = blasst_attn_with_kvcache(*inputs, cache_seqlens=used, threshold=0.05, causal=True, **EVERYTHING)
+    assert int(batch.counts.skipped.sum()) > 0
+    for i in (0, 2, 4):
+        alone = blasst_attn_with_kvcache(
+            inputs.q[i : i + 1],
+            inputs.k[i : i + 1, : used[i]],
+            inputs.v[i : i + 1, : used[i]],
+            threshold=0.05,
+            causal=True,
+            **EVERYTHING,
+        )
+        assert torch.equal(batch.out[i], alone.out[0])
+        assert torch.equal(batch.lse[i], alone.lse[0])
+        assert torch.equal(batch.kept_tiles[i, ..., : alone.kept_tiles.shape[-1]], alone.kept_tiles[0])
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48, 64, 256])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_pages_equal_the_contiguous_cache(phase, page_size):
+    inputs = heavy_tailed_inputs(2, 2 if phase == "decode" else 40, 500, 2, 1, 16, seed=9, dtype=torch.float16)
+    lengths = [497, 70]
+    used = torch.tensor(lengths, dtype=torch.int32)
+    plain_k, plain_v = inputs.k.clone(), inputs.v.clone()
+    for b, n in enumerate(lengths):
+        for x in (inputs.k, inputs.v, plain_k, plain_v):
+            x[b, n:] = math.nan
+    pages_k, table = pages_from(inputs.k, page_size, fill=math.nan)
+    pages_v, _ = pages_from(inputs.v, page_size, fill=math.inf)
+    for b, n in enumerate(lengths):
+        table[b, -(-n // page_size) :] = 2**31 - 1 if b else -1  # entries past need are never read
+    options = {"seqused_k": used, "max_seqlen_k": 500}
+    plain = compare(problem_of(inputs._replace(k=plain_k, v=plain_v), phase, 0.05, **options))
+    paged_inputs = inputs._replace(k=pages_k, v=pages_v)
+    got = compare(problem_of(paged_inputs, phase, 0.05, block_table=table, **options))
+    assert torch.equal(got.out, plain.out)
+    assert torch.equal(got.kept_tiles, plain.kept_tiles)
+    assert int(got.counts.skipped.sum()) > 0
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_left_padding_shifts_the_tile_grid(phase, page_size):
+    inputs = heavy_tailed_inputs(2, 2 if phase == "decode" else 66, 480, 2, 1, 16, seed=10)
+    pad = torch.tensor([50, 0], dtype=torch.int32)
+    inputs.k[0, :50] = inputs.v[0, :50] = math.nan
+    options = {"leftpad_k": pad, "max_seqlen_k": 480}
+    if page_size:
+        pages_k, options["block_table"] = pages_from(inputs.k, page_size, fill=math.nan)
+        inputs = inputs._replace(k=pages_k, v=pages_from(inputs.v, page_size, fill=math.nan)[0])
+        options["seqused_k"] = torch.tensor([480, 480], dtype=torch.int32)
+    got = compare(problem_of(inputs, phase, 0.05, **options))
+    assert int(got.counts.skipped.sum()) > 0
+
+
+def test_packed_sequences_of_any_length_equal_their_own_calls():
+    cu_q = torch.tensor([0, 0, 70, 70, 200, 200], dtype=torch.int32)
+    cu_k = torch.tensor([0, 50, 450, 460, 460, 900], dtype=torch.int32)
+    inputs = heavy_tailed_inputs(1, 207, 907, 2, 1, 16, seed=11, dtype=torch.float16)
+    q, k, v = (x[0] for x in inputs)
+    k[900:] = v[900:] = math.nan
+    got = blasst_attn_varlen_func(q, k, v, cu_q, cu_k, 130, 450, threshold=0.05, causal=True, **EVERYTHING)
+    assert int(got.counts.skipped.sum()) > 0
+    assert bool((got.out[70:] == 0).all())
+    assert bool((got.lse[:, 70:] == -math.inf).all())
+    alone = blasst_attn_func(q[None, :70], k[None, 50:450], v[None, 50:450], threshold=0.05, causal=True, **EVERYTHING)
+    assert torch.equal(got.out[:70], alone.out[0])
+    assert torch.equal(got.lse[:, :70], alone.lse[0])
+    assert torch.equal(got.counts.visited[1], alone.counts.visited[0])
+    assert got.counts.visited[[0, 2, 3, 4]].sum() == 0
+
+
+def test_the_grid_of_packed_tiles_covers_every_split_of_a_batch():
+    generator = torch.Generator().manual_seed(12)
+    for _ in range(6):
+        lengths = torch.randint(0, 140, (7,), generator=generator)
+        cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        total = int(cu[-1])
+        q = torch.randn(total, 1, 16, generator=generator)
+        v = torch.ones(total, 1, 16)
+        got = blasst_attn_varlen_func(q, q, v, cu, cu, 140, 140, threshold=0.0, impl="triton")
+        torch.testing.assert_close(got.out, torch.ones_like(got.out))
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_thresholds_on_the_device_act_per_sequence_and_are_clamped(phase):
+    inputs = heavy_tailed_inputs(5, 1 if phase == "decode" else 64, 500, 1, 1, 16, seed=13)
+    same = type(inputs)(*(x[:1].expand(5, -1, -1, -1) for x in inputs))
+    threshold = torch.tensor([0.05, 7.0, math.nan, -1.0, math.inf])
+    got = compare(problem_of(same, phase, threshold), NEAR)
+    one = compare(problem_of(same, phase, torch.tensor(1.0).expand(5)), NEAR)  # stride 0
+    skipped = got.counts.skipped[:, 0].tolist()
+    assert skipped[0] > 0
+    assert skipped[2:4] == [0, 0]
+    assert skipped[1] == skipped[4] == int(one.counts.skipped[0]) >= skipped[0]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_odd_values_reach_only_the_rows_that_see_them(phase, value):
+    rows = 5 if phase == "decode" else 100
+    inputs = heavy_tailed_inputs(1, rows, 400, 2, 1, 40, seed=14)
+    inputs.v[0, 397, 0, 3] = value
+    inputs.v[0, 350, 0, 33] = value
+    got = compare(problem_of(inputs, phase, 0.0))
+    seen = torch.arange(rows) + 400 - rows >= 397
+    assert torch.equal(~got.out[0, :, 0, 3].isfinite(), seen)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_nan_keeps_tiles_and_stays_in_its_row_or_column(phase):
+    rows = 2 if phase == "decode" else 64
+    inputs = heavy_tailed_inputs(1, rows, 900, 1, 1, 16, seed=15)
+    clean = compare(problem_of(inputs, phase, 0.05))
+    inputs.q[0, 0, 0, 2] = math.nan
+    got = compare(problem_of(inputs, phase, 0.05, want_mass_bound=False))
+    assert int(clean.counts.skipped.sum()) > 0
+    assert int(got.counts.skipped.sum()) == 0
+    assert bool(got.out[0, 0].isnan().all())
+    assert_finite(got.out[0, 1:])
+    inputs.q[0, 0, 0, 2] = 0.0
+    gone = int((~clean.kept_tiles[0, 0, 0]).nonzero()[0]) * (64 if phase == "decode" else 128)
+    inputs.k[0, gone + 1, 0, 1] = math.nan
+    got = compare(problem_of(inputs, phase, 0.05, want_mass_bound=False))
+    assert bool(got.kept_tiles[0, 0, 0, gone // (64 if phase == "decode" else 128)])
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_rows_without_keys_and_sinks(phase):
+    inputs = heavy_tailed_inputs(1, 8 if phase == "decode" else 70, 4, 3, 1, 16, seed=16)
+    sinks = torch.tensor([-math.inf, 0.3, 20.0])
+    plain = compare(problem_of(inputs, phase, 0.5))
+    got = compare(problem_of(inputs, phase, 0.5, sinks=sinks))
+    assert bool((plain.lse[..., :-4] == -math.inf).all())
+    assert bool((got.out[:, :-4] == 0).all())
+    assert torch.equal(got.lse[0, :, :-4], sinks[:, None].expand(-1, inputs.q.shape[1] - 4))
+    keyless = problem_of(inputs._replace(k=inputs.k[:, :0], v=inputs.v[:, :0]), phase, 0.5, sinks=sinks)
+    assert torch.equal(compare(keyless).lse[0], sinks[:, None].expand(-1, inputs.q.shape[1]))
+
+
+def test_layouts_of_hosts_equal_their_contiguous_copies():
+    inputs = heavy_tailed_inputs(2, 70, 260, 2, 2, 16, seed=17, dtype=torch.float16)
+    plain = blasst_attn_func(*inputs, threshold=0.05, causal=True, impl="triton").out
+    for change in (
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: torch.stack([x, x * math.nan], 2).flatten(1, 2)[:, ::2],
+        lambda x: torch.cat([x, x * math.nan], -1)[..., :16],
+        lambda x: x.permute(1, 0, 2, 3).contiguous().permute(1, 0, 2, 3),
+    ):
+        moved = [change(x) for x in inputs]
+        assert torch.equal(blasst_attn_func(*moved, threshold=0.05, causal=True, impl="triton").out, plain)
+    far = inputs._replace(k=inputs.k[:1].expand(2, -1, -1, -1))
+    compare(problem_of(far, "prefill", 0.05))
+
+
+def test_rows_too_far_apart_for_32_bits_are_reached():
+    from blasst.kernels.triton import launch
+
+    inputs = heavy_tailed_inputs(1, 3, 300, 1, 1, 16, seed=18)
+    problem = problem_of(inputs, "decode", 0.05)
+    assert launch.narrow(problem, 64)
+    apart = torch.empty_strided((1, 300, 1, 16), (0, 2**26, 0, 1), device="meta")
+    assert not launch.narrow(dataclasses.replace(problem, k=apart), 64)
+    plain = decode.run(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "narrow", lambda problem, part: False)
+        assert torch.equal(decode.run(problem).out, plain.out)
+
+
+def test_what_is_not_supported_is_said():
+    with pytest.raises(UnsupportedError, match="bfloat16"):
+        blasst_attn_func(*heavy_tailed_inputs(1, 2, 2, 1, 1, 16, dtype=torch.bfloat16), impl="triton")
+    with pytest.raises(UnsupportedError, match="up to 256"):
+        blasst_attn_func(*heavy_tailed_inputs(1, 2, 2, 1, 1, 320), impl="triton")
+    inputs = heavy_tailed_inputs(1, 2, 2, 1, 1, 16)
+    assert unsupported_reason(problem_of(inputs, "decode", 0.1)) is None
+    huge = torch.empty((2**20, 2**10, 2**8, 16), device="meta")
+    reason = unsupported_reason(dataclasses.replace(problem_of(inputs, "prefill", 0.1), q=huge))
+    assert reason is not None
+
+
+def test_a_kept_map_decides_the_output():
+    inputs = heavy_tailed_inputs(1, 64, 700, 1, 1, 16, seed=19)
+    got = compare(problem_of(inputs, "prefill", 0.05))
+    dense = reference_attention(*inputs, causal=True)
+    follow = reference_attention(*inputs, causal=True, kept_tiles=got.kept_tiles)
+    assert int(got.counts.skipped.sum()) > 0
+    assert not torch.equal(dense.out, follow.out)
+    assert_within_budget(got.out, follow.out, follow.out.float())
