@@ -53,11 +53,24 @@ def problem_of(inputs, phase, threshold, **options):
     """A canonical problem, for what the public functions check away or do not offer."""
     batch, seqlen_q = inputs.q.shape[:2]
     wanted = dict.fromkeys(("want_counts", "want_mass_bound", "want_kept_tiles"), True)
-    absent = ("sinks", "max_skipped_mass", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table")
+    absent = (
+        "sinks",
+        "max_skipped_mass",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "seqused_k",
+        "leftpad_k",
+        "block_table",
+    )
     if isinstance(threshold, float):
         threshold = torch.full((batch,), threshold)
     fields = dict.fromkeys(absent) | wanted
-    fields |= {"softmax_scale": inputs.q.shape[-1] ** -0.5, "causal": True, "window_size": (-1, -1), "softcap": 0.0}
+    fields |= {
+        "softmax_scale": inputs.q.shape[-1] ** -0.5,
+        "causal": True,
+        "window_size": (-1, -1),
+        "softcap": 0.0,
+    }
     fields |= {"max_seqlen_q": seqlen_q, "max_seqlen_k": inputs.k.shape[1]}
     return AttentionProblem(*inputs, phase=phase, threshold=threshold, **(fields | options))
 
@@ -108,18 +121,27 @@ def test_random_calls_equal_the_reference(call, threshold):
     if options["max_skipped_mass"] is not None and not torch.equal(got.kept_tiles, truth.kept_tiles):
         return  # a budget decision near its own cut
     yardstick = reference_attention(
-        *inputs, threshold=threshold, phase=phase, kept_tiles=truth.kept_tiles, dtype=inputs.q.dtype, **options
+        *inputs,
+        threshold=threshold,
+        phase=phase,
+        kept_tiles=truth.kept_tiles,
+        dtype=inputs.q.dtype,
+        **options,
     )
     assert_matches_reference(got, truth, yardstick, threshold, NEAR)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("arch", [(8, 0), (8, 9), (9, 0), (10, 0)])
-@pytest.mark.parametrize(("head_dim", "dtype"), [(32, torch.float16), (144, torch.float16), (32, torch.float32)])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(32, torch.float16), (144, torch.float16), (32, torch.float32)]
+)
 def test_the_configurations_of_gpus_compute_the_same(arch, phase, head_dim, dtype, monkeypatch):
     monkeypatch.setattr(prefill, "capability", lambda device: arch)
     monkeypatch.setattr(decode, "capability", lambda device: arch)
-    inputs = heavy_tailed_inputs(1, 2 if phase == "decode" else 70, 450, 1, 1, head_dim, dtype=dtype, seed=1, block=128)
+    inputs = heavy_tailed_inputs(
+        1, 2 if phase == "decode" else 70, 450, 1, 1, head_dim, dtype=dtype, seed=1, block=128
+    )
     got = compare(problem_of(inputs, phase, 0.05))
     assert int(got.counts.skipped.sum()) > 0
     budget = compare(problem_of(inputs, phase, 1.0, max_skipped_mass=0.05), NEAR)
@@ -128,7 +150,9 @@ def test_the_configurations_of_gpus_compute_the_same(arch, phase, head_dim, dtyp
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_skip_sets_are_those_of_the_reference_and_nested(phase):
-    inputs = heavy_tailed_inputs(2, 2 if phase == "decode" else 70, 900, 2, 1, 40, dtype=torch.float16, seed=2, block=128)
+    inputs = heavy_tailed_inputs(
+        2, 2 if phase == "decode" else 70, 900, 2, 1, 40, dtype=torch.float16, seed=2, block=128
+    )
     before = None
     for threshold in (0.0, 0.01, 0.05, 1.0):
         got = attention_of(phase)(*inputs, threshold=threshold, causal=True, **EVERYTHING)
@@ -178,7 +202,9 @@ def test_head_dims_with_nan_in_the_lanes_beyond(dims):
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_mla_with_values_inside_the_keys(phase):
-    inputs = heavy_tailed_inputs(1, 2, 400, 20 if phase == "decode" else 2, 1, 576, seed=6, dtype=torch.float16)
+    inputs = heavy_tailed_inputs(
+        1, 2, 400, 20 if phase == "decode" else 2, 1, 576, seed=6, dtype=torch.float16
+    )
     inputs = inputs._replace(v=inputs.k[..., :512])
     got = compare(problem_of(inputs, phase, 0.05))
     apart = compare(problem_of(inputs._replace(v=inputs.v.contiguous()), phase, 0.05))
@@ -225,7 +251,9 @@ def test_a_request_decodes_to_the_same_bits_alone_and_in_a_batch():
 @pytest.mark.parametrize("page_size", [1, 16, 48, 64, 256])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_pages_equal_the_contiguous_cache(phase, page_size):
-    inputs = heavy_tailed_inputs(2, 2 if phase == "decode" else 40, 500, 2, 1, 16, seed=9, dtype=torch.float16)
+    inputs = heavy_tailed_inputs(
+        2, 2 if phase == "decode" else 40, 500, 2, 1, 16, seed=9, dtype=torch.float16
+    )
     lengths = [497, 70]
     used = torch.tensor(lengths, dtype=torch.int32)
     plain_k, plain_v = inputs.k.clone(), inputs.v.clone()
@@ -270,7 +298,9 @@ def test_packed_sequences_of_any_length_equal_their_own_calls():
     assert int(got.counts.skipped.sum()) > 0
     assert bool((got.out[70:] == 0).all())
     assert bool((got.lse[:, 70:] == -math.inf).all())
-    alone = blasst_attn_func(q[None, :70], k[None, 50:450], v[None, 50:450], threshold=0.05, causal=True, **EVERYTHING)
+    alone = blasst_attn_func(
+        q[None, :70], k[None, 50:450], v[None, 50:450], threshold=0.05, causal=True, **EVERYTHING
+    )
     assert torch.equal(got.out[:70], alone.out[0])
     assert torch.equal(got.lse[:, :70], alone.lse[0])
     assert torch.equal(got.counts.visited[1], alone.counts.visited[0])

@@ -1,10 +1,11 @@
 """Decode: all query heads of a KV head and all new tokens vote together, keys split over programs.
 
-Work of a program (sequence, KV head, block of rows, split): score the anchor tiles (the first and the last two
-visible key tiles of 64), then visit the tiles of its split in ascending order: Q.K^T, and unless every row is
-below its anchor maximum by the threshold, V is loaded and absorbed. Nothing of the decision depends on other
-splits. Split boundaries follow from the visited tiles of the sequence alone, so a request gets the same bits
-alone and in any batch. `combine` merges the splits in order and adds the sink once.
+Work of a program (sequence, KV head, block of rows, split): score the anchor tiles (the first and the
+last two visible key tiles of 64), then visit the tiles of its split in ascending order: Q.K^T, and unless
+every row is below its anchor maximum by the threshold, V is loaded and absorbed. Nothing of the decision
+depends on other splits. Split boundaries follow from the visited tiles of the sequence alone, so a
+request gets the same bits alone and in any batch. `combine` merges the splits in order and adds the sink
+once.
 When the rows exceed one block (MLA: 128 heads x 8 tokens), a first launch writes one vote per block and tile,
 and the second follows them. With V inside K (MLA, 576/512) a kept tile reads nothing more.
 Registers: scores BLOCK_M x 64 fp32, acc BLOCK_M x head_dim_v fp32. fp16, bf16, fp32; pages of any size.
@@ -70,8 +71,8 @@ def _visited(rows_here, keys_here, window_left, window_right, BLOCK_N: tl.conste
     """Key range, anchor limits and visited tiles of the query tile of a sequence.
 
     Returns:
-        key_lo, key_hi (union of the rows' visible ranges), first_tile, last_tile (last < first: none), and the
-        tiles up to which and from which on all are anchors.
+        key_lo, key_hi (union of the rows' visible ranges), first_tile, last_tile (last < first: none), and
+        the tiles up to which and from which on all are anchors.
     """
     shift = keys_here - rows_here
     # Rows before seen_from see nothing; later ones all do, and their ranges slide by one key.
@@ -137,7 +138,19 @@ def _score_anchors(
     for i in range(0, num_left + num_right):
         tile = tl.where(i < num_left, left + i, right + i - num_left)
         s, _ = part_scores(
-            query, cache, scoring, span, tile * BLOCK_N, BLOCK_N, True, SOFTCAP, HEAD_DIM, MAIN, TAIL, STREAM, NARROW
+            query,
+            cache,
+            scoring,
+            span,
+            tile * BLOCK_N,
+            BLOCK_N,
+            True,
+            SOFTCAP,
+            HEAD_DIM,
+            MAIN,
+            TAIL,
+            STREAM,
+            NARROW,
         )
         new_top = max_or_nan(top, row_maximum(s))
         if BUDGET:
@@ -187,7 +200,7 @@ def _visit(
         kept: (pointer to the kept map or None, offset of this KV head, tiles of its row).
 
     Returns:
-        The new row_max, row_sum, bound, acc main part, acc tail part, and whether the tile was skipped (0 or 1).
+        The new row_max, row_sum, bound, acc main part, acc tail part, and 1 if the tile was skipped, else 0.
     """
     row_max, row_sum, bound, acc_main, acc_tail = state
     anchor_max, log2_t, share, row_ok, anchors_to, anchors_from = cut
@@ -200,8 +213,8 @@ def _visit(
         skipped = tl.min(tl.load(place, mask=block < row_blocks, other=1).to(tl.int32), axis=0)
     if not LAZY:
         s, keys = part_scores(
-            query, cache, scoring, span, tile * BLOCK_N, BLOCK_N, MASKED, SOFTCAP,
-            HEAD_DIM, MAIN, TAIL, STREAM, NARROW,
+            query, cache, scoring, span, tile * BLOCK_N, BLOCK_N, MASKED, SOFTCAP, HEAD_DIM, MAIN, TAIL,
+            STREAM, NARROW,
         )  # fmt: skip
         tile_max = anchor_max
         tile_bound = bound
@@ -222,13 +235,13 @@ def _visit(
         if skipped == 0:
             if LAZY:
                 s, keys = part_scores(
-                    query, cache, scoring, span, tile * BLOCK_N, BLOCK_N, MASKED, SOFTCAP,
-                    HEAD_DIM, MAIN, TAIL, STREAM, NARROW,
+                    query, cache, scoring, span, tile * BLOCK_N, BLOCK_N, MASKED, SOFTCAP, HEAD_DIM, MAIN,
+                    TAIL, STREAM, NARROW,
                 )  # fmt: skip
                 tile_max = row_maximum(s)
             row_max, row_sum, _, acc_main, acc_tail = absorb(
-                (row_max, row_sum, 0.0, acc_main, acc_tail), s, tile_max, keys, cache,
-                True, MASKED, GUARD, False, V_IN_K, HEAD_DIM_V, MAIN_V, TAIL_V, NARROW, BLOCK_N,
+                (row_max, row_sum, 0.0, acc_main, acc_tail), s, tile_max, keys, cache, True, MASKED, GUARD,
+                False, V_IN_K, HEAD_DIM_V, MAIN_V, TAIL_V, NARROW, BLOCK_N,
             )  # fmt: skip
         elif MASS:
             bound += tile_bound
@@ -341,12 +354,12 @@ def decode_kernel(
             q_tail = load_rows(q_base, q_offsets, row_ok, True, MAIN, TAIL, HEAD_DIM)
     query = (q_base, q_offsets, row_ok, q_main, q_tail)
     k_first, v_first, pad = sequence_storage(
-        k_ptr, v_ptr, base, pad, b, kv_head, k_stride_b, k_stride_s, k_stride_h,
-        v_stride_b, v_stride_s, v_stride_h, table_ptr is not None,
+        k_ptr, v_ptr, base, pad, b, kv_head, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
+        v_stride_h, table_ptr is not None,
     )  # fmt: skip
     cache = (
-        k_first, v_first, pad, table_ptr, b.to(tl.int64) * table_stride, page_size,
-        k_stride_b, k_stride_s, v_stride_b, v_stride_s,
+        k_first, v_first, pad, table_ptr, b.to(tl.int64) * table_stride, page_size, k_stride_b, k_stride_s,
+        v_stride_b, v_stride_s,
     )  # fmt: skip
     scoring = (scale, cap)
     # What every row that exists sees.
@@ -366,7 +379,8 @@ def decode_kernel(
         left_to = tl.minimum(anchors_to, last_tile)
         right_from = tl.maximum(left_to + 1, anchors_from)
         anchors = (
-            first_tile, (left_to - first_tile + 1) * decides, right_from, (last_tile - right_from + 1) * decides
+            first_tile, (left_to - first_tile + 1) * decides, right_from,
+            (last_tile - right_from + 1) * decides
         )  # fmt: skip
         anchor_max, anchor_sum, anchor_count = _score_anchors(
             anchors, anchor_max, tl.where(anchor_max > float("-inf"), 1.0, 0.0), query, cache, scoring, span,
@@ -397,24 +411,24 @@ def decode_kernel(
         whole_from = tl.minimum(tl.maximum((common_lo + BLOCK_N - 1) // BLOCK_N, tile_from), tile_to)
         for tile in tl.range(tile_from, whole_from, num_stages=1, disable_licm=True):
             row_max, row_sum, bound, acc_main, acc_tail, gone = _visit(
-                tile, (row_max, row_sum, bound, acc_main, acc_tail), query, cache, scoring, span, cut, votes, kept,
-                True, SEVERAL_TOKENS, MODE, SKIP, BUDGET, MASS, SOFTCAP, HEAD_DIM, MAIN, TAIL, HEAD_DIM_V, MAIN_V,
-                TAIL_V, STREAM, NARROW, V_IN_K, BLOCK_M, BLOCK_N, VOTE_BLOCKS,
+                tile, (row_max, row_sum, bound, acc_main, acc_tail), query, cache, scoring, span, cut, votes,
+                kept, True, SEVERAL_TOKENS, MODE, SKIP, BUDGET, MASS, SOFTCAP, HEAD_DIM, MAIN, TAIL,
+                HEAD_DIM_V, MAIN_V, TAIL_V, STREAM, NARROW, V_IN_K, BLOCK_M, BLOCK_N, VOTE_BLOCKS,
             )  # fmt: skip
             skipped += gone
     whole_to = tl.minimum(tl.maximum(common_hi // BLOCK_N, whole_from), tile_to)
     for tile in range(whole_from, whole_to):
         row_max, row_sum, bound, acc_main, acc_tail, gone = _visit(
-            tile, (row_max, row_sum, bound, acc_main, acc_tail), query, cache, scoring, span, cut, votes, kept,
-            False, False, MODE, SKIP, BUDGET, MASS, SOFTCAP, HEAD_DIM, MAIN, TAIL, HEAD_DIM_V, MAIN_V,
+            tile, (row_max, row_sum, bound, acc_main, acc_tail), query, cache, scoring, span, cut, votes,
+            kept, False, False, MODE, SKIP, BUDGET, MASS, SOFTCAP, HEAD_DIM, MAIN, TAIL, HEAD_DIM_V, MAIN_V,
             TAIL_V, STREAM, NARROW, V_IN_K, BLOCK_M, BLOCK_N, VOTE_BLOCKS,
         )  # fmt: skip
         skipped += gone
     for tile in tl.range(whole_to, tile_to, num_stages=1, disable_licm=True):
         row_max, row_sum, bound, acc_main, acc_tail, gone = _visit(
-            tile, (row_max, row_sum, bound, acc_main, acc_tail), query, cache, scoring, span, cut, votes, kept,
-            True, SEVERAL_TOKENS, MODE, SKIP, BUDGET, MASS, SOFTCAP, HEAD_DIM, MAIN, TAIL, HEAD_DIM_V, MAIN_V,
-            TAIL_V, STREAM, NARROW, V_IN_K, BLOCK_M, BLOCK_N, VOTE_BLOCKS,
+            tile, (row_max, row_sum, bound, acc_main, acc_tail), query, cache, scoring, span, cut, votes,
+            kept, True, SEVERAL_TOKENS, MODE, SKIP, BUDGET, MASS, SOFTCAP, HEAD_DIM, MAIN, TAIL, HEAD_DIM_V,
+            MAIN_V, TAIL_V, STREAM, NARROW, V_IN_K, BLOCK_M, BLOCK_N, VOTE_BLOCKS,
         )  # fmt: skip
         skipped += gone
 
@@ -429,9 +443,9 @@ def decode_kernel(
         if TAIL_V > 0:
             store_rows(part_acc_ptr, place * HEAD_DIM_V, row_ok, acc_tail, MAIN_V, TAIL_V, HEAD_DIM_V)
         if skipped_ptr is not None:
-            if row_block == 0:
-                tl.atomic_add(skipped_ptr + owner64, skipped.to(tl.int64))
-                tl.atomic_add(visited_ptr + owner64, (tile_to - tile_from).to(tl.int64))
+            first_block = row_block == 0
+            tl.atomic_add(skipped_ptr + owner64, skipped.to(tl.int64), mask=first_block)
+            tl.atomic_add(visited_ptr + owner64, (tile_to - tile_from).to(tl.int64), mask=first_block)
 
 
 @triton.jit(do_not_specialize=LENGTHS)

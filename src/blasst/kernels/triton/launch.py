@@ -1,4 +1,4 @@
-"""Host side of the Triton kernels: outputs, arguments, the table of launch configurations, the launch itself."""
+"""Host side of the Triton kernels: outputs, arguments, the table of launch configurations, the launch."""
 
 from __future__ import annotations
 
@@ -220,9 +220,8 @@ def dimensions(problem: AttentionProblem) -> dict[str, int]:
 
 def narrow(problem: AttentionProblem, part: int) -> bool:
     """Whether every aligned run of `part` keys lies at one stride and within 2**31 elements."""
-    if problem.block_table is not None:
-        if problem.k.shape[1] % part or problem.leftpad_k is not None:
-            return False
+    if problem.block_table is not None and (problem.k.shape[1] % part or problem.leftpad_k is not None):
+        return False
     return part * max(problem.k.stride(-3), problem.v.stride(-3)) < 2**31
 
 
@@ -233,9 +232,9 @@ class Config:
     Attributes:
         num_warps: warps of a program.
         num_stages: depth of the load pipeline.
-        part: keys that prefill scores at once: half of the tile (both halves of the scores stay in registers), or
-            32 (a tile is scored once to vote and once more to be used).
-        edge_part: keys that prefill scores at once in tiles with masks (64: masks and scores spill at head_dim 128).
+        part: keys that prefill scores at once: half of the tile (both halves of the scores stay in
+            registers), or 32 (a tile is scored once to vote and once more to be used).
+        edge_part: keys that prefill scores at once in tiles with masks (64 spills at head_dim 128).
         stream: columns of q and k per step of Q.K^T; 0 = all at once, q stays resident.
         block_m: rows of a program in decode.
     """
@@ -252,10 +251,11 @@ class Config:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
 
 
-#: Prefill at 16 bits: (major capability, largest head dimension) -> configuration. Chosen by compiling (Triton
-#: 3.6) for no spills first; `python -m pytest tests/cpu/test_triton.py` repeats it. 64 rows x 4 warps suit wgmma (8
-#: warps would repeat the rows), but sm_80 keeps q in registers and sm_100 the accumulator apart, so both need 8 warps
-#: from 128 on. Above that scores of a whole tile and the accumulator do not fit together: 32 keys at a time.
+#: Prefill at 16 bits: (major capability, largest head dimension) -> configuration. Chosen by compiling
+#: (Triton 3.6) for no spills; tests/cpu/test_triton_compile.py repeats it. 64 rows x 4 warps suit wgmma
+#: (8 warps would repeat the rows), but sm_80 keeps q in registers and sm_100 the accumulator apart: both
+#: need 8 warps at 128. Above that the scores of a whole tile and the accumulator do not fit together: 32
+#: keys at a time.
 PREFILL_CONFIGS: dict[tuple[int, int], Config] = {
     (8, 64): Config(num_warps=4, num_stages=2),
     (8, 128): Config(num_warps=8, num_stages=2),
@@ -270,8 +270,9 @@ PREFILL_CONFIGS: dict[tuple[int, int], Config] = {
     (10, 192): Config(num_warps=8, num_stages=2, part=32, stream=64),
     (10, 256): Config(num_warps=8, num_stages=2, part=32, stream=32),
 }
-#: fp32 multiplies on the FMA units (IEEE), with operands in registers: narrow steps; 576/512: 512 accumulators a row.
+#: fp32 multiplies on the FMA units (IEEE), with operands in registers: narrow steps.
 PREFILL_FP32 = Config(num_warps=8, num_stages=1, part=32, stream=32)
+#: 576/512: 512 accumulators a row.
 PREFILL_WIDEST = Config(num_warps=8, num_stages=1, part=32, stream=32)
 
 #: In Triton's interpreter: as few operations as possible.
@@ -302,8 +303,8 @@ def prefill_config(problem: AttentionProblem, arch: tuple[int, int]) -> Config:
 def decode_config(problem: AttentionProblem, arch: tuple[int, int], rows: int) -> Config:
     """Launch configuration of decode for a number of rows per KV head.
 
-    Bound by loads of k and v, so the rows of a KV head share a program up to 64; wider accumulators leave room for
-    fewer. All of these compile without spills (fp32 does not).
+    Bound by loads of k and v, so the rows of a KV head share a program up to 64; wider accumulators leave
+    room for fewer. All of these compile without spills (fp32 does not).
     """
     wide = _widest(problem)
     if arch == NO_GPU:

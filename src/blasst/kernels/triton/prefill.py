@@ -1,12 +1,13 @@
 """Prefill: one program owns 64 query rows of one head and visits its key tiles of 128, sink first.
 
-Work of a program: find its sequence and the key tiles that its rows can see; visit the first of them (attention
-sinks), then from the last (the diagonal) leftwards. Per tile: Q.K^T, row maxima, one vote of the 64 rows; if
-all agree the tile ends there, else exp, row sum and P.V. The tile 64 x 128 is the meaning of a threshold and
-never changes; large head dims and fp32 compute it in parts of PART keys (scores twice: to vote, then to use).
-Tiles that every row sees whole take a loop without masks.
-Registers: scores 64 x 128 fp32, acc 64 x head_dim_v fp32, row state. Shared memory (head_dim 128, 16 bit): Q
-16 KB, K and V 32 KB a stage. fp16, bf16, fp32; head_dim up to 256 and 576/512; pages of any size.
+Work of a program: find its sequence and the key tiles that its rows can see; visit the first of them
+(attention sinks), then from the last (the diagonal) leftwards. Per tile: Q.K^T, row maxima, one vote of
+the 64 rows; if all agree the tile ends there, else exp, row sum and P.V. The tile 64 x 128 is the meaning
+of a threshold and never changes; large head dims, fp32 and tiles with masks compute it in parts of PART
+keys (scores twice: to vote, then to use). Tiles that every row sees whole take a loop without masks.
+Registers: scores 64 x 128 fp32, acc 64 x head_dim_v fp32, row state. Shared memory (head_dim 128, 16
+bit): Q 16 KB, K 32 KB a stage, V 32 KB a stage in the dense build, 16 KB in the skipping one (V waits for
+the vote). fp16, bf16, fp32; head_dim up to 256 and 576/512; pages of any size.
 Source: docs/method.md (BLASST Algorithm 1, sink-first order).
 """
 
@@ -53,7 +54,7 @@ from blasst.kernels.triton.primitives import (
 
 @triton.jit
 def _find_sequence(slot, cu_q_ptr, batch, search_steps, BLOCK_M: tl.constexpr):
-    """(sequence, query tile) of a slot: sequence b starts at slot cu_q[b] // BLOCK_M + b, room enough for it."""
+    """(sequence, query tile) of a slot: sequence b starts at slot cu_q[b] // BLOCK_M + b, room enough."""
     low = 0
     high = batch
     for _ in range(search_steps):
@@ -102,7 +103,19 @@ def _tile_maximum(
     tile_bound = tl.zeros([BLOCK_M], dtype=tl.float32)
     for offset in range(begin, end, PART):
         s, _ = part_scores(
-            query, cache, scoring, span, first + offset, PART, MASKED, SOFTCAP, HEAD_DIM, MAIN, TAIL, STREAM, NARROW
+            query,
+            cache,
+            scoring,
+            span,
+            first + offset,
+            PART,
+            MASKED,
+            SOFTCAP,
+            HEAD_DIM,
+            MAIN,
+            TAIL,
+            STREAM,
+            NARROW,
         )
         if first >= 0:  # always: see _visit
             tile_max = max_or_nan(tile_max, row_maximum(s))
@@ -138,11 +151,23 @@ def _absorb_in_parts(
     begin, end = _existing(first, span, MASKED, PART, BLOCK_N)
     for offset in range(begin, end, PART):
         s, keys = part_scores(
-            query, cache, scoring, span, first + offset, PART, MASKED, SOFTCAP, HEAD_DIM, MAIN, TAIL, STREAM, NARROW
+            query,
+            cache,
+            scoring,
+            span,
+            first + offset,
+            PART,
+            MASKED,
+            SOFTCAP,
+            HEAD_DIM,
+            MAIN,
+            TAIL,
+            STREAM,
+            NARROW,
         )
         row_max, row_sum, bound, acc_main, acc_tail = absorb(
-            (row_max, row_sum, bound, acc_main, acc_tail), s, row_maximum(s), keys, cache,
-            True, MASKED, MASKED, MASS, False, HEAD_DIM_V, MAIN_V, TAIL_V, NARROW, PART,
+            (row_max, row_sum, bound, acc_main, acc_tail), s, row_maximum(s), keys, cache, True, MASKED,
+            MASKED, MASS, False, HEAD_DIM_V, MAIN_V, TAIL_V, NARROW, PART,
         )  # fmt: skip
     return row_max, row_sum, bound, acc_main, acc_tail
 
@@ -189,7 +214,7 @@ def _visit(
         kept: (pointer to the kept map or None, offset of this query tile, tiles of its row).
 
     Returns:
-        The new row_max, row_sum, bound, acc main part, acc tail part, and whether the tile was skipped (0 or 1).
+        The new row_max, row_sum, bound, acc main part, acc tail part, and 1 if the tile was skipped, else 0.
     """
     row_max, row_sum, bound, acc_main, acc_tail = state
     first = tile * BLOCK_N
@@ -201,7 +226,19 @@ def _visit(
             query, cache, scoring, span, first, PART, MASKED, SOFTCAP, HEAD_DIM, MAIN, TAIL, STREAM, NARROW
         )
         s1, keys1 = part_scores(
-            query, cache, scoring, span, first + PART, PART, MASKED, SOFTCAP, HEAD_DIM, MAIN, TAIL, STREAM, NARROW
+            query,
+            cache,
+            scoring,
+            span,
+            first + PART,
+            PART,
+            MASKED,
+            SOFTCAP,
+            HEAD_DIM,
+            MAIN,
+            TAIL,
+            STREAM,
+            NARROW,
         )
         tile_max = row_max
         tile_bound = bound
@@ -211,8 +248,8 @@ def _visit(
                 tile_bound = _bound_of_halves(s0, s1, row_max, BLOCK_M, PART)
     elif SKIP:
         tile_max, tile_bound = _tile_maximum(
-            first, row_max, query, cache, scoring, span, MASKED, MASS, SOFTCAP,
-            HEAD_DIM, MAIN, TAIL, STREAM, NARROW, STEP, BLOCK_M, BLOCK_N,
+            first, row_max, query, cache, scoring, span, MASKED, MASS, SOFTCAP, HEAD_DIM, MAIN, TAIL, STREAM,
+            NARROW, STEP, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     if SKIP:
         agree = agrees(tile_max, row_max, log2_t)
@@ -224,17 +261,18 @@ def _visit(
     if skipped == 0:
         if HALVES:
             row_max, row_sum, bound, acc_main, acc_tail = absorb(
-                (row_max, row_sum, bound, acc_main, acc_tail), s0, tile_max, keys0, cache,
-                True, MASKED, MASKED, MASS, False, HEAD_DIM_V, MAIN_V, TAIL_V, NARROW, PART,
+                (row_max, row_sum, bound, acc_main, acc_tail), s0, tile_max, keys0, cache, True, MASKED,
+                MASKED, MASS, False, HEAD_DIM_V, MAIN_V, TAIL_V, NARROW, PART,
             )  # fmt: skip
             row_max, row_sum, bound, acc_main, acc_tail = absorb(
-                (row_max, row_sum, bound, acc_main, acc_tail), s1, tile_max, keys1, cache,
-                False, MASKED, MASKED, MASS, False, HEAD_DIM_V, MAIN_V, TAIL_V, NARROW, PART,
+                (row_max, row_sum, bound, acc_main, acc_tail), s1, tile_max, keys1, cache, False, MASKED,
+                MASKED, MASS, False, HEAD_DIM_V, MAIN_V, TAIL_V, NARROW, PART,
             )  # fmt: skip
         else:
             row_max, row_sum, bound, acc_main, acc_tail = _absorb_in_parts(
-                first, (row_max, row_sum, bound, acc_main, acc_tail), query, cache, scoring, span, MASKED, MASS,
-                SOFTCAP, HEAD_DIM, MAIN, TAIL, HEAD_DIM_V, MAIN_V, TAIL_V, STREAM, NARROW, STEP, BLOCK_N,
+                first, (row_max, row_sum, bound, acc_main, acc_tail), query, cache, scoring, span, MASKED,
+                MASS, SOFTCAP, HEAD_DIM, MAIN, TAIL, HEAD_DIM_V, MAIN_V, TAIL_V, STREAM, NARROW, STEP,
+                BLOCK_N,
             )  # fmt: skip
     elif MASS:
         if HALVES and not BUDGET:
@@ -353,7 +391,9 @@ def prefill_kernel(
     whole_to = tl.where(row_first + BLOCK_M <= rows_here, tl.minimum(whole_to, last_tile + 1), whole_from)
     whole_to = tl.maximum(whole_to, whole_from)
     if visited_ptr is not None:
-        tl.atomic_add(visited_ptr + b.to(tl.int64) * num_heads + head, (last_tile - first_tile + 1).to(tl.int64))
+        tl.atomic_add(
+            visited_ptr + b.to(tl.int64) * num_heads + head, (last_tile - first_tile + 1).to(tl.int64)
+        )
 
     head64 = head.to(tl.int64)
     q_base = q_ptr + q_batch.to(tl.int64) * q_stride_b + head64 * q_stride_h
@@ -367,12 +407,12 @@ def prefill_kernel(
     query = (q_base, q_offsets, row_ok, q_main, q_tail)
     kv_head = head64 // group
     k_first, v_first, pad = sequence_storage(
-        k_ptr, v_ptr, base, pad, b, kv_head, k_stride_b, k_stride_s, k_stride_h,
-        v_stride_b, v_stride_s, v_stride_h, table_ptr is not None,
+        k_ptr, v_ptr, base, pad, b, kv_head, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
+        v_stride_h, table_ptr is not None,
     )  # fmt: skip
     cache = (
-        k_first, v_first, pad, table_ptr, b.to(tl.int64) * table_stride, page_size,
-        k_stride_b, k_stride_s, v_stride_b, v_stride_s,
+        k_first, v_first, pad, table_ptr, b.to(tl.int64) * table_stride, page_size, k_stride_b, k_stride_s,
+        v_stride_b, v_stride_s,
     )  # fmt: skip
     scoring = (scale, cap)
     span = (key_lo, key_hi, row_lo, row_hi, common_lo, common_hi)
@@ -395,27 +435,29 @@ def prefill_kernel(
         log2_t = log2_threshold(threshold_ptr, threshold_stride, b)
     skipped = 0
 
-    for i in tl.range(0, last_tile - whole_to + 2, num_stages=1, disable_licm=True):  # the first tile, then the ragged ones at the right edge
+    for i in tl.range(
+        0, last_tile - whole_to + 2, num_stages=1, disable_licm=True
+    ):  # the first tile, then the ragged ones at the right edge
         tile = tl.where(i == 0, first_tile, last_tile + 1 - i)
         row_max, row_sum, bound, acc_main, acc_tail, gone = _visit(
-            tile, (row_max, row_sum, bound, acc_main, acc_tail), query, cache, scoring, span, log2_t, eps, kept,
-            True, SKIP, BUDGET, MASS, SOFTCAP, HEAD_DIM, MAIN, TAIL, HEAD_DIM_V, MAIN_V, TAIL_V,
+            tile, (row_max, row_sum, bound, acc_main, acc_tail), query, cache, scoring, span, log2_t, eps,
+            kept, True, SKIP, BUDGET, MASS, SOFTCAP, HEAD_DIM, MAIN, TAIL, HEAD_DIM_V, MAIN_V, TAIL_V,
             STREAM, NARROW, PART, EDGE_PART, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         skipped += gone
     for i in range(0, whole_to - whole_from):
         row_max, row_sum, bound, acc_main, acc_tail, gone = _visit(
-            whole_to - 1 - i, (row_max, row_sum, bound, acc_main, acc_tail), query, cache, scoring, span, log2_t,
-            eps, kept, False, SKIP, BUDGET, MASS, SOFTCAP, HEAD_DIM, MAIN, TAIL, HEAD_DIM_V, MAIN_V, TAIL_V,
-            STREAM, NARROW, PART, EDGE_PART, BLOCK_M, BLOCK_N,
+            whole_to - 1 - i, (row_max, row_sum, bound, acc_main, acc_tail), query, cache, scoring, span,
+            log2_t, eps, kept, False, SKIP, BUDGET, MASS, SOFTCAP, HEAD_DIM, MAIN, TAIL, HEAD_DIM_V, MAIN_V,
+            TAIL_V, STREAM, NARROW, PART, EDGE_PART, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         skipped += gone
     if LEFT_EDGE:
         for i in tl.range(0, whole_from - 1 - first_tile, num_stages=1, disable_licm=True):
             row_max, row_sum, bound, acc_main, acc_tail, gone = _visit(
-                whole_from - 1 - i, (row_max, row_sum, bound, acc_main, acc_tail), query, cache, scoring, span,
-                log2_t, eps, kept, True, SKIP, BUDGET, MASS, SOFTCAP, HEAD_DIM, MAIN, TAIL, HEAD_DIM_V, MAIN_V,
-                TAIL_V, STREAM, NARROW, PART, EDGE_PART, BLOCK_M, BLOCK_N,
+                whole_from - 1 - i, (row_max, row_sum, bound, acc_main, acc_tail), query, cache, scoring,
+                span, log2_t, eps, kept, True, SKIP, BUDGET, MASS, SOFTCAP, HEAD_DIM, MAIN, TAIL, HEAD_DIM_V,
+                MAIN_V, TAIL_V, STREAM, NARROW, PART, EDGE_PART, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             skipped += gone
 
@@ -444,7 +486,7 @@ def plan(problem: AttentionProblem, outputs: Outputs, arch: tuple[int, int]) -> 
         outputs: what the kernel fills.
         arch: compute capability to choose the configuration for.
     """
-    block_m, block_n = PREFILL_TILE.query, PREFILL_TILE.key
+    block_m, block_n = PREFILL_TILE.query or 0, PREFILL_TILE.key
     batch, heads = problem.batch_size, problem.num_heads
     if problem.packed:  # sequence b starts at slot cu_q[b] // block_m + b
         slots, outer = problem.q.shape[0] // block_m + batch, heads

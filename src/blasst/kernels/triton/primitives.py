@@ -41,7 +41,7 @@ def row_maximum(s):
 
 @triton.jit
 def finite_base(row_max):
-    """What to subtract in an exponent: row_max, and 0 for a row that has seen nothing (-inf - -inf is NaN)."""
+    """What to subtract in an exponent: row_max, and 0 for a row that has seen nothing (-inf - -inf = NaN)."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
@@ -101,8 +101,8 @@ def key_places(ptr, stride_b, stride_s, cache, start, ok, PART: tl.constexpr, NA
         stride_s: its stride from slot to slot.
         cache: see `part_scores`.
         ok: (PART,) which of the keys are wanted.
-        NARROW: the keys lie at one stride (no pages, or pages that hold whole parts) and within 2**31 elements,
-            so that the offsets inside the part fit int32.
+        NARROW: the keys lie at one stride (no pages, or pages that hold whole parts) and within 2**31
+            elements, so that the offsets inside the part fit int32.
     """
     _, _, pad, table_ptr, table_row, page_size, _, _, _, _ = cache
     if NARROW:
@@ -199,19 +199,19 @@ def part_scores(
 ):
     """Scores of PART keys from position `start`, and what is needed to fetch their values.
 
-    STREAM = 0: q is at hand as a main part and, if TAIL, a tail of the head dimension, and k is read likewise.
-    Otherwise both are read in chunks of STREAM columns, which bounds registers and shared memory.
+    STREAM = 0: q is at hand as a main part and, if TAIL, a tail of the head dimension, and k is read
+    likewise. Otherwise both are read in chunks of STREAM columns: fewer registers and less shared memory.
 
     Args:
         query: (q_ptr, row offsets, row exists, main part, tail part).
-        cache: (k pointer, v pointer, first slot, see `sequence_storage`; block table or None, offset of its row,
-            page size; strides of k (page, slot), strides of v).
+        cache: (k pointer, v pointer, first slot, see `sequence_storage`; block table or None, offset of its
+            row, page size; strides of k (page, slot), strides of v).
         scoring: (scale, cap) of `scale_and_cap`.
-        span: (first and last + 1 key that any row sees, the same per row, the same of what all rows see).
+        span: (first and last + 1 key that any row sees, the same per row, and of what all rows see).
 
     Returns:
-        Scores [M, PART] (log2 units, invisible = -inf with MASKED), and what `absorb` needs to find the values:
-        (start, which keys exist, main part of k, whether some row misses one of the keys).
+        Scores [M, PART] (log2 units, invisible = -inf with MASKED), and what `absorb` needs to find the
+        values: (start, which keys exist, main part of k, whether some row misses one of the keys).
     """
     q_ptr, q_offsets, q_ok, q_main, q_tail = query
     scale, cap = scoring
@@ -244,7 +244,7 @@ def part_scores(
 
 @triton.jit
 def visible_rows(row, seqlen_q, seqlen_k, window_left, window_right):
-    """Visible key range [lo, hi) of rows; empty (hi <= lo) for rows past the end and rows that see nothing."""
+    """Visible key range [lo, hi) of rows; hi <= lo for rows past the end and rows that see nothing."""
     position = row + (seqlen_k - seqlen_q)
     lo = tl.maximum(position - window_left, 0)
     hi = tl.minimum(position + window_right + 1, seqlen_k)
@@ -272,9 +272,9 @@ def all_of(agree):
 
 @triton.jit
 def group_bound(s, base, M: tl.constexpr, N: tl.constexpr):
-    """Bound of a tile's mass and its visible keys per row: sum over groups of 8 of n * exp2(group_max - base).
+    """Bound of a tile's mass and its visible keys per row: sum over groups of n * exp2(group_max - base).
 
-    Key c belongs to group (c // 32) * 4 + (c % 8) // 2, so the axes of a group are the second and the last.
+    Key c belongs to group (c // 32) * 4 + (c % 8) // 2 (8 keys), so its axes are the third and the last.
     """
     parts = tl.reshape(s, [M, N // 32, 4, 4, 2])
     seen = (parts > float("-inf")) | (parts != parts)
@@ -351,12 +351,12 @@ def absorb(
     Args:
         state: (row_max, row_sum, bound, acc main part, acc tail part).
         tile_max: row maxima of everything that is absorbed until the next FIRST_PART.
-        keys: see `part_scores`; the places of the values are found only now, which saves registers until then.
+        keys: see `part_scores`; the places of the values are found only now, which saves registers.
         cache: see `part_scores`.
         FIRST_PART: whether row_max may move (else tile_max is already in it).
         MASKED: some of the keys may not exist.
-        GUARD: rows may miss some of the keys; a value that is not finite then reaches only the rows that see it
-            (a plain product turns 0 x NaN of an invisible key into NaN for every row).
+        GUARD: rows may miss some of the keys; a value that is not finite then reaches only the rows that see
+            it (a plain product turns 0 x NaN of an invisible key into NaN for every row).
         V_IN_K: v is the main part of k (MLA), nothing is read.
     """
     row_max, row_sum, bound, acc_main, acc_tail = state
