@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from blasst.core import checks
-from blasst.core.cache import append_to_cache
+from blasst.core.cache import append_to_cache, check_new_keys
 from blasst.core.problem import AttentionProblem
 from blasst.core.threshold import threshold_from_scale_factor
 from blasst.core.types import MAX_DECODE_TOKENS, AttentionOutput, Phase
-from blasst.kernels import op
-from blasst.kernels.select import IMPLS
+from blasst.kernels import op, select
 
 
 @dataclass(frozen=True)
@@ -111,9 +110,9 @@ def blasst_attn_func(
         impl,
     )
     checks.check_qkv(q, k, v, 4, 4, ("q", "k", "v"))
-    if q.shape[0] != k.shape[0]:
-        raise ValueError(f"k: got batch {k.shape[0]}, want {q.shape[0]} like q")
-    return _run(q, k, v, options, "prefill", kv_len=k.shape[1], max_seqlens=(q.shape[1], k.shape[1]))
+    checks.check_batch(k, q, ("k", "q"))
+    problem = _problem(q, k, v, options, "prefill", kv_len=k.shape[1], max_seqlens=(q.shape[1], k.shape[1]))
+    return op.call(problem, impl, return_lse)
 
 
 def blasst_attn_varlen_func(
@@ -209,15 +208,18 @@ def blasst_attn_varlen_func(
     checks.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q, "max_seqlen_q")
     total_k = k.shape[0] if block_table is None else None
     checks.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, total_k, max_seqlen_k, "max_seqlen_k")
-    if block_table is not None:
-        checks.check_index("block_table", block_table, (batch, None), q.device)
-        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1] if seqused_k is None else seqused_k
-        checks.check_lengths("cu_seqlens_k", lengths, 0, block_table.shape[1] * k.shape[1])
     kv_len = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
     if seqused_k is not None:
         kv_len = checks.check_index("seqused_k", seqused_k, (batch,), q.device)
         checks.check_lengths("seqused_k", seqused_k, 0, max_seqlen_k)
-    return _run(
+        if block_table is None:
+            checks.check_used_keys(seqused_k, cu_seqlens_k)
+    if block_table is not None:
+        checks.check_index("block_table", block_table, (batch, None), q.device)
+        name = "cu_seqlens_k" if seqused_k is None else "seqused_k"
+        checks.check_lengths(name, kv_len, 0, block_table.shape[1] * k.shape[1])
+        checks.check_pages(block_table, kv_len, None, k)
+    problem = _problem(
         q,
         k,
         v,
@@ -230,6 +232,7 @@ def blasst_attn_varlen_func(
         seqused_k=seqused_k,
         block_table=block_table,
     )
+    return op.call(problem, impl, return_lse)
 
 
 def blasst_attn_with_kvcache(
@@ -314,27 +317,28 @@ def blasst_attn_with_kvcache(
         impl,
     )
     checks.check_qkv(q, k_cache, v_cache, 4, 4, ("q", "k_cache", "v_cache"))
-    checks.check_no_grad(k, v)
     batch = q.shape[0]
     if block_table is not None:
         checks.check_index("block_table", block_table, (batch, None), q.device)
         capacity = block_table.shape[1] * k_cache.shape[1]
     else:
         capacity = k_cache.shape[1]
-        if k_cache.shape[0] != batch:
-            raise ValueError(f"k_cache: got batch {k_cache.shape[0]}, want {batch} like q")
-    lengths = _cache_lengths(cache_seqlens, block_table, k, batch, capacity, q.device)
+        checks.check_batch(k_cache, q, ("k_cache", "q"))
+    before = _cache_lengths(cache_seqlens, block_table, k, batch, capacity, q.device)
     if k is not None or v is not None:
-        append_to_cache(k_cache, v_cache, k, v, lengths, block_table)
-        lengths = lengths + k.shape[1]  # type: ignore[union-attr]
+        k, v = check_new_keys(k_cache, v_cache, k, v, batch)
+        checks.check_no_grad(k, v)
+    lengths = before if k is None else before + k.shape[1]
     kv_len = lengths
     if cache_leftpad is not None:
         checks.check_index("cache_leftpad", cache_leftpad, (batch,), q.device)
         checks.check_lengths("cache_leftpad", cache_leftpad, 0, capacity)
         kv_len = lengths - cache_leftpad
         checks.check_lengths("cache_seqlens minus cache_leftpad", kv_len, 0, capacity)
+    if block_table is not None:
+        checks.check_pages(block_table, lengths, cache_leftpad, k_cache)
     phase: Phase = "decode" if q.shape[1] <= MAX_DECODE_TOKENS else "prefill"
-    return _run(
+    problem = _problem(
         q,
         k_cache,
         v_cache,
@@ -346,6 +350,11 @@ def blasst_attn_with_kvcache(
         leftpad_k=cache_leftpad,
         block_table=block_table,
     )
+    if k is not None and v is not None:
+        if not torch.compiler.is_compiling():
+            select.choose(problem, impl)  # a call that cannot be served must leave the cache alone
+        append_to_cache(k_cache, v_cache, k, v, before, block_table)
+    return op.call(problem, impl, return_lse)
 
 
 def _cache_lengths(
@@ -366,7 +375,7 @@ def _cache_lengths(
         cache_seqlens = capacity
     if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, int | Tensor | torch.SymInt):
         raise TypeError(f"cache_seqlens: got {cache_seqlens!r}, want an int or an int32 tensor ({batch},)")
-    new = 0 if k is None else k.shape[1]
+    new = k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else 0  # other k are refused after this
     if isinstance(cache_seqlens, Tensor):
         checks.check_index("cache_seqlens", cache_seqlens, (batch,), device)
         checks.check_lengths("cache_seqlens", cache_seqlens, 0, capacity - new)
@@ -378,7 +387,7 @@ def _cache_lengths(
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
 
 
-def _run(
+def _problem(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -392,22 +401,22 @@ def _run(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     block_table: Tensor | None = None,
-) -> AttentionOutput:
-    """Check the shared options, build the problem and run it."""
-    if options.impl not in IMPLS:
-        raise ValueError(f"impl: got {options.impl!r}, want one of {', '.join(IMPLS)}")
+) -> AttentionProblem:
+    """Check the shared options and build the problem."""
+    if options.impl not in select.IMPLS:
+        raise ValueError(f"impl: got {options.impl!r}, want one of {', '.join(select.IMPLS)}")
     checks.check_no_grad(q, k, v, options.sinks)
     checks.check_dtype(q, options.impl)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     threshold = _threshold(options, kv_len, batch, q.device)
-    problem = AttentionProblem(
+    return AttentionProblem(
         q=q,
         k=k,
         v=v,
         phase=phase,
         threshold=threshold,
         softmax_scale=checks.check_softmax_scale(options.softmax_scale, q.shape[-1]),
-        causal=bool(options.causal),
+        causal=checks.check_flag("causal", options.causal),
         window_size=checks.check_window(options.window_size),
         softcap=checks.check_softcap(options.softcap),
         sinks=checks.check_sinks(options.sinks, q.shape[-2], q.device),
@@ -423,7 +432,6 @@ def _run(
         want_mass_bound=options.return_mass_bound,
         want_kept_tiles=options.return_kept_tiles,
     )
-    return op.call(problem, options.impl, options.return_lse)
 
 
 def _threshold(options: _Options, kv_len: int | Tensor, batch: int, device: torch.device) -> Tensor | None:

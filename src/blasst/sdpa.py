@@ -73,22 +73,22 @@ def attention(
         )
     if dropout_p != 0.0:
         raise UnsupportedError(f"dropout_p: got {dropout_p!r}, want 0.0 (there is no dropout)")
-    checks.check_qkv(
-        query.transpose(1, 2) if query.dim() == 4 else query,
-        key.transpose(1, 2) if key.dim() == 4 else key,
-        value.transpose(1, 2) if value.dim() == 4 else value,
-        4,
-        4,
-        ("query", "key", "value"),
+    q, k, v = (
+        t.transpose(1, 2) if isinstance(t, Tensor) and t.dim() == 4 else t for t in (query, key, value)
     )
+    checks.check_qkv(q, k, v, 4, 4, ("query", "key", "value"))
+    checks.check_batch(key, query, ("key", "query"))
+    checks.check_dtype(query, impl, "query")
+    checks.check_flag("is_causal", is_causal)
+    checks.check_softmax_scale(scale, query.shape[-1], "scale")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"enable_gqa: got False, want True for {query.shape[1]} query and {key.shape[1]} key heads"
         )
     result = blasst_attn_func(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
+        q,
+        k,
+        v,
         threshold=threshold,
         threshold_scale_factor=threshold_scale_factor,
         causal=is_causal,

@@ -7,6 +7,8 @@ import torch
 
 import blasst
 from blasst import attention, blasst_attn_func, blasst_attn_varlen_func, blasst_attn_with_kvcache
+from blasst.core.errors import UnsupportedError
+from blasst.kernels import select
 from blasst.testing import heavy_tailed_inputs
 
 
@@ -28,6 +30,7 @@ def cu(*values):
         ({"k": lambda x: x[:, :10]}, ValueError, "v: got shape"),
         ({"q": lambda x: x[:1]}, ValueError, "k: got batch 2, want 1 like q"),
         ({"q": lambda x: x[..., :3, :]}, ValueError, "k: got 2 heads for 3 query heads"),
+        ({"q": lambda x: x[..., :0, :]}, ValueError, "k: got 2 heads for 0 query heads"),
         ({"q": lambda x: x[..., :0], "k": lambda x: x[..., :0]}, ValueError, "head dims 0"),
         ({"v": lambda x: x.tolist()}, TypeError, "v: got list, want a tensor"),
         (dict.fromkeys("qkv", lambda x: x.long()), TypeError, "q: got dtype torch.int64"),
@@ -56,6 +59,11 @@ def test_wrong_tensors_are_named(change, error, message):
         ({"max_skipped_mass": 1.0}, ValueError),
         ({"max_skipped_mass": True}, TypeError),
         ({"impl": "cuda9000"}, ValueError),
+        ({"causal": "no"}, TypeError),
+        ({"causal": None}, TypeError),
+        ({"causal": torch.tensor([True, False])}, TypeError),
+        ({"sinks": torch.tensor([0.0, math.nan, 0.0, 0.0])}, ValueError),
+        ({"sinks": torch.tensor([0.0, 0.0, math.inf, 0.0])}, ValueError),
     ],
 )
 def test_wrong_options_are_named(option, error):
@@ -73,6 +81,11 @@ def test_wrong_options_are_named(option, error):
         ({"max_seqlen_q": 60}, ValueError, "max_seqlen_q: got 60, want at least 70"),
         ({"max_seqlen_k": 1.0}, TypeError, "max_seqlen_k"),
         ({"seqused_k": cu(300, 301)}, ValueError, "seqused_k: got values"),
+        (
+            {"cu_seqlens_k": cu(0, 290, 590), "seqused_k": cu(291, 300)},
+            ValueError,
+            "seqused_k: got 291 for sequence 0, want at most its 290",
+        ),
     ],
 )
 def test_wrong_lengths_of_packed_sequences_are_named(change, error, message):
@@ -118,6 +131,110 @@ def test_wrong_caches_are_named(change, error, message):
     q, k_cache, v_cache = inputs()
     with pytest.raises(error, match=message):
         blasst_attn_with_kvcache(q, k_cache, v_cache, threshold=0.1, **change)
+
+
+@pytest.mark.parametrize("call", ["varlen", "cache", "append"])
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([[0, -1, 9], [1, 2, -1]], r"block_table: got page -1 at \[0, 1\], which sequence 0 needs"),
+        ([[0, 3, 9], [1, 4, -1]], r"block_table: got page 4 at \[1, 1\], .* want \[0, 3\]"),
+    ],
+)
+def test_a_needed_page_that_is_not_there_is_named(call, table, message):
+    pages = torch.randn(4, 16, 2, 16)
+    before = pages.clone()
+    block_table = torch.tensor(table, dtype=torch.int32)
+    q, new = torch.randn(2, 1, 4, 16), torch.ones(2, 1, 2, 16)
+    with pytest.raises(ValueError, match=message):
+        if call == "varlen":
+            blasst_attn_varlen_func(
+                q[:, 0], pages, pages, cu(0, 1, 2), cu(0, 17, 36), 1, 19, block_table=block_table
+            )
+        elif call == "cache":
+            blasst_attn_with_kvcache(
+                q, pages, pages, cache_seqlens=cu(17, 19), block_table=block_table, threshold=0.1
+            )
+        else:
+            blasst_attn_with_kvcache(
+                q, pages, pages, new, new, cache_seqlens=cu(16, 18), block_table=block_table, threshold=0.1
+            )
+    assert torch.equal(pages, before)
+
+
+def test_pages_of_left_padding_and_past_need_are_not_looked_at():
+    pages, q = torch.randn(4, 16, 2, 16), torch.randn(1, 1, 4, 16)
+    table = torch.tensor([[-1, 2, 0, 99]], dtype=torch.int32)
+    paged = blasst_attn_with_kvcache(
+        q, pages, pages, cache_seqlens=cu(40), cache_leftpad=cu(16), block_table=table, threshold=0.1
+    )
+    keys = torch.cat([pages[2], pages[0][:8]])[None]
+    assert torch.equal(paged.out, blasst_attn_with_kvcache(q, keys, keys, threshold=0.1).out)
+
+
+def test_the_lengths_argument_that_is_too_long_for_the_pages_is_the_one_named():
+    pages, table = torch.randn(4, 16, 2, 16), torch.tensor([[0, 1]], dtype=torch.int32)
+    q = torch.randn(1, 4, 16)
+    with pytest.raises(ValueError, match=r"^seqused_k: got values"):
+        blasst_attn_varlen_func(
+            q, pages, pages, cu(0, 1), cu(0, 20), 1, 99, seqused_k=cu(33), block_table=table
+        )
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k: got values"):
+        blasst_attn_varlen_func(q, pages, pages, cu(0, 1), cu(0, 33), 1, 99, block_table=table)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"threshold": 2.0}, ValueError),
+        ({"impl": "cuda9000"}, ValueError),
+        ({"softcap": -1.0}, ValueError),
+        ({"window_size": (1,)}, TypeError),
+        ({"max_skipped_mass": 2.0}, ValueError),
+        ({"sinks": torch.zeros(3)}, ValueError),
+        ({"cache_leftpad": cu(30, 0)}, ValueError),
+        ({"v": torch.zeros(2, 1, 2, 8)}, ValueError),
+        ({"k": [1.0]}, TypeError),
+    ],
+)
+def test_a_refused_call_writes_nothing_into_the_cache(change, error):
+    q, k_cache, v_cache = heavy_tailed_inputs(2, 1, 300, 4, 2, 16)
+    before = k_cache.clone(), v_cache.clone()
+    options = {"k": torch.ones(2, 1, 2, 16), "v": torch.ones(2, 1, 2, 16), "cache_seqlens": 20}
+    with pytest.raises(error):
+        blasst_attn_with_kvcache(q, k_cache, v_cache, **{**options, "threshold": 0.1, **change})
+    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
+    blasst_attn_with_kvcache(q, k_cache, v_cache, **options, threshold=0.1)
+    assert bool((k_cache[:, 20] == 1).all()) and bool((v_cache[:, 20] == 1).all())
+
+
+def test_a_call_that_no_kernel_can_serve_writes_nothing_into_the_cache(monkeypatch):
+    never = select.Kernel("eager", lambda problem: "never", select.KERNELS["eager"].run)
+    monkeypatch.setitem(select.KERNELS, "eager", never)
+    q, k_cache, v_cache = heavy_tailed_inputs(2, 1, 300, 4, 2, 16)
+    before = k_cache.clone()
+    new = torch.ones(2, 1, 2, 16)
+    with pytest.raises(UnsupportedError, match="never"):
+        blasst_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=20, threshold=0.1)
+    assert torch.equal(k_cache, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"query": [1.0]}, TypeError, "^query: got list"),
+        ({"key": torch.zeros(1, 2, 10, 16)}, ValueError, "^key: got batch 1, want 2 like query"),
+        ({"is_causal": 1}, TypeError, "^is_causal: got 1"),
+        ({"scale": math.nan}, ValueError, "^scale: got nan"),
+        ({"dropout_p": 0.1}, UnsupportedError, "^dropout_p"),
+    ],
+)
+def test_sdpa_layout_names_its_own_arguments(change, error, message):
+    values = {name: torch.zeros(2, 2, 10, 16) for name in ("query", "key", "value")} | change
+    if "key" in change:
+        values["value"] = values["key"]
+    with pytest.raises(error, match=message):
+        attention(**values, threshold=0.1)
 
 
 def test_gradients_are_refused_at_the_call():

@@ -6,23 +6,40 @@ import torch
 from torch import Tensor
 
 
-def append_to_cache(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    lengths: Tensor,
-    block_table: Tensor | None,
-) -> None:
-    """Write new keys and values behind the cached ones, in place."""
+def check_new_keys(
+    k_cache: Tensor, v_cache: Tensor, k: object, v: object, batch: int
+) -> tuple[Tensor, Tensor]:
+    """New keys and values that fit a cache; nothing is written."""
     if k is None or v is None:
         raise ValueError(f"{'k' if k is None else 'v'}: got None, want k and v together")
-    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        wanted = (lengths.shape[0], k.shape[1], *cache.shape[2:])
-        if tuple(new.shape) != wanted:
-            raise ValueError(f"{name}: got shape {tuple(new.shape)}, want {wanted}")
-        if new.dtype != cache.dtype or new.device != cache.device:
-            raise ValueError(f"{name}: got {new.dtype} on {new.device}, want {cache.dtype} on {cache.device}")
+    new = None
+    for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, want a tensor")
+        new = tensor.shape[1] if new is None and tensor.dim() == 4 else new
+        wanted = (batch, "new" if new is None else new, *cache.shape[2:])
+        if tuple(tensor.shape) != wanted:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want {wanted}")
+        if tensor.dtype != cache.dtype or tensor.device != cache.device:
+            raise ValueError(
+                f"{name}: got {tensor.dtype} on {tensor.device}, want {cache.dtype} on {cache.device}"
+            )
+    return k, v  # type: ignore[return-value]
+
+
+def append_to_cache(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor, block_table: Tensor | None
+) -> None:
+    """Write new keys and values behind the cached ones, in place; all checks were done before.
+
+    Args:
+        k_cache: (batch, capacity, num_kv_heads, head_dim), or pages with a block_table.
+        v_cache: like k_cache, with head_dim_v.
+        k: (batch, new, num_kv_heads, head_dim).
+        v: (batch, new, num_kv_heads, head_dim_v).
+        lengths: int32 (batch,) slots in use before.
+        block_table: int32 (batch, max_pages), or None.
+    """
     slot = lengths[:, None].long() + torch.arange(k.shape[1], device=lengths.device)  # (batch, new)
     if block_table is None:
         place = (torch.arange(lengths.shape[0], device=lengths.device)[:, None].expand_as(slot), slot)

@@ -92,14 +92,21 @@ def check_softcap(softcap: object) -> float:
     return number
 
 
-def check_softmax_scale(softmax_scale: object, head_dim: int) -> float:
+def check_softmax_scale(softmax_scale: object, head_dim: int, name: str = "softmax_scale") -> float:
     """A finite number; None = head_dim ** -0.5."""
     if softmax_scale is None:
         return head_dim**-0.5
-    number = check_number("softmax_scale", softmax_scale, "a finite number, or None")
+    number = check_number(name, softmax_scale, "a finite number, or None")
     if math.isinf(number):
-        raise ValueError(f"softmax_scale: got {number!r}, want a finite number, or None")
+        raise ValueError(f"{name}: got {number!r}, want a finite number, or None")
     return number
+
+
+def check_flag(name: str, value: object) -> bool:
+    """True or False, and nothing that merely counts as one of them."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, want True or False")
+    return value
 
 
 def check_max_skipped_mass(value: object, has_threshold: bool) -> float | None:
@@ -139,19 +146,25 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_dim: int, kv_dim: int, names: t
         raise ValueError(f"{name_q}, {name_v}: got head dims {q.shape[-1]}, {v.shape[-1]}, want at least 1")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"{name_k}: got head_dim {k.shape[-1]}, want {q.shape[-1]} like {name_q}")
-    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+    if k.shape[-2] == 0 or q.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
         raise ValueError(
             f"{name_k}: got {k.shape[-2]} heads for {q.shape[-2]} query heads, want a divisor of them"
         )
 
 
-def check_dtype(q: Tensor, impl: str) -> None:
+def check_batch(k: Tensor, q: Tensor, names: tuple[str, str]) -> None:
+    """Keys of as many sequences as queries."""
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"{names[0]}: got batch {k.shape[0]}, want {q.shape[0]} like {names[1]}")
+
+
+def check_dtype(q: Tensor, impl: str, name: str = "q") -> None:
     """Only half, bfloat16 and float32 have kernels; the reference takes any floating dtype."""
     if not q.dtype.is_floating_point:
-        raise TypeError(f"q: got dtype {q.dtype}, want float16, bfloat16 or float32")
+        raise TypeError(f"{name}: got dtype {q.dtype}, want float16, bfloat16 or float32")
     if q.dtype not in SUPPORTED_DTYPES and impl != "reference":
         raise UnsupportedError(
-            f"q: got dtype {q.dtype}, supported are float16, bfloat16 and float32 "
+            f"{name}: got dtype {q.dtype}, supported are float16, bfloat16 and float32 "
             "(impl='reference' takes any floating dtype)"
         )
 
@@ -184,6 +197,8 @@ def check_sinks(sinks: object, num_heads: int, device: torch.device) -> Tensor |
         raise ValueError(f"sinks: got shape {tuple(sinks.shape)}, want {wanted}")
     if sinks.device != device:
         raise ValueError(f"sinks: got a tensor on {sinks.device}, want {wanted}")
+    if readable(sinks) and not bool((sinks < math.inf).all()):
+        raise ValueError(f"sinks: got {sinks.tolist()[:8]}, want numbers below inf (-inf = no sink)")
     return sinks.float()
 
 
@@ -213,6 +228,43 @@ def check_lengths(name: str, lengths: Tensor | None, low: int, high: int) -> Non
     smallest, largest = int(lengths.min()), int(lengths.max())
     if smallest < low or largest > high:
         raise ValueError(f"{name}: got values in [{smallest}, {largest}], want [{low}, {high}]")
+
+
+def check_used_keys(seqused_k: Tensor, cu_seqlens_k: Tensor) -> None:
+    """Keys in use of a packed sequence are its own: more of them would be the next sequence's."""
+    if not readable(seqused_k) or not readable(cu_seqlens_k):
+        return
+    lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+    if bool((seqused_k > lengths).any()):
+        at = int((seqused_k > lengths).nonzero()[0])
+        raise ValueError(
+            f"seqused_k: got {int(seqused_k[at])} for sequence {at}, want at most its {int(lengths[at])} keys"
+        )
+
+
+def check_pages(block_table: Tensor, lengths: Tensor, first: Tensor | None, cache: Tensor) -> None:
+    """Every page that a sequence needs is in the cache; other entries of the table are not looked at.
+
+    Args:
+        block_table: int32 (batch, max_pages).
+        lengths: int32 (batch,) slots in use.
+        first: int32 (batch,) first slot that exists, or None = 0.
+        cache: (num_pages, page_size, ...).
+    """
+    if not all(readable(t) for t in (block_table, lengths)) or not (first is None or readable(first)):
+        return
+    begin = torch.arange(block_table.shape[1]) * cache.shape[1]
+    needed = begin < lengths[:, None]
+    if first is not None:
+        needed &= begin + cache.shape[1] > first[:, None]
+    bad = needed & ((block_table < 0) | (block_table >= cache.shape[0]))
+    if bool(bad.any()):
+        sequence, column = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_table: got page {int(block_table[sequence, column])} at [{sequence}, {column}], which "
+            f"sequence {sequence} needs for its {int(lengths[sequence])} slots, "
+            f"want [0, {cache.shape[0] - 1}]"
+        )
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None, longest: int, name_max: str) -> None:
