@@ -185,6 +185,24 @@ def test_a_window_over_a_cache_with_padding_inside_keeps_the_own_attention():
     torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("hole", [slice(40, 60), slice(10, 100)])
+def test_a_window_over_padding_between_real_tokens_keeps_the_own_attention(hole):
+    model = make(lambda: MistralForCausalLM(MistralConfig(**COMMON, sliding_window=70)))
+    ids = torch.randint(3, 97, (2, 150), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, hole] = 0
+    real = mask.bool()
+    own = model(ids, attention_mask=mask).logits[real]
+    with (
+        pytest.warns(UserWarning, match="a sliding window over padding between real tokens"),
+        sparse_attention(model, threshold=0.0) as enabled,
+    ):
+        ours = model(ids, attention_mask=mask).logits[real]
+        reasons = {reason for _, reason in enabled.unserved}
+    torch.testing.assert_close(ours, own, atol=TOLERANCE, rtol=0)
+    assert reasons == {"a sliding window over padding between real tokens (in some calls)"}
+
+
 def test_chunked_attention_layers_keep_their_own_attention():
     config = Llama4TextConfig(
         **COMMON,

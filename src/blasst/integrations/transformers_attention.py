@@ -276,10 +276,12 @@ def _native_reason(
         return None
     if not record.pattern.causal:
         return "the mask is not causal"
-    holes = not record.plain and not record.left_only and record.kv_length > record.q_length
-    if record.pattern.window is not None and holes:
+    if record.pattern.window is None or record.plain or record.left_only:
+        return None
+    if record.kv_length > record.q_length:
         return "a sliding window over a cache with padding inside"
-    return None
+    # The model's window counts slots, padding included; packed keys would count real tokens.
+    return None if record.one_run else "a sliding window over padding between real tokens"
 
 
 @torch.compiler.disable

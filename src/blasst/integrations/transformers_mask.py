@@ -80,6 +80,7 @@ class MaskRecord:
         used: slots written so far; rows are aligned with its end. Host integer.
         plain: no padding: the keys are slots 0 to used.
         left_only: padding, if any, stands before the first real token of each sequence.
+        one_run: the keys of each sequence stand next to each other, so slots and positions differ by a shift.
         seqused: int32 (batch,) slots in use; None = not made yet, `used` for all.
         leftpad: int32 (batch,) first real slot, or None = 0.
         lengths: int32 (batch,) real keys, or None when plain.
@@ -95,6 +96,7 @@ class MaskRecord:
     used: int
     plain: bool
     left_only: bool
+    one_run: bool
     seqused: Tensor | None
     leftpad: Tensor | None
     lengths: Tensor | None
@@ -196,7 +198,19 @@ def _record(arguments: dict[str, Any], device: torch.device) -> MaskRecord:
         used = kv_length  # an encoder's queries are not aligned with the end of the keys
     if keys is None and isinstance(used, int) and used >= kv_length:
         return MaskRecord(
-            batch_size, q_length, kv_length, pattern, arguments, None, kv_length, True, True, None, None, None
+            batch_size,
+            q_length,
+            kv_length,
+            pattern,
+            arguments,
+            None,
+            kv_length,
+            True,
+            True,
+            True,
+            None,
+            None,
+            None,
         )
     slot = torch.arange(kv_length, device=device)
     if keys is None:
@@ -207,8 +221,9 @@ def _record(arguments: dict[str, Any], device: torch.device) -> MaskRecord:
     lengths = keys.sum(1, dtype=torch.int32)
     end = torch.as_tensor(used, dtype=torch.int32, device=device).clamp(max=kv_length)
     first = keys.to(torch.int32).argmax(1)
-    facts = torch.stack([end.long(), (lengths == end).all().long(), (lengths == end - first).all().long()])
-    last, all_real, left_only = facts.tolist()
+    starts = (keys[:, 1:] & ~keys[:, :-1]).sum(1) + keys[:, :1].sum(1)
+    tests = [lengths == end, lengths == end - first, starts <= 1]
+    last, all_real, left_only, one_run = torch.stack([end.long(), *(t.all().long() for t in tests)]).tolist()
     return MaskRecord(
         batch_size=batch_size,
         q_length=q_length,
@@ -219,6 +234,7 @@ def _record(arguments: dict[str, Any], device: torch.device) -> MaskRecord:
         used=last,
         plain=bool(all_real),
         left_only=bool(left_only),
+        one_run=bool(one_run),
         seqused=end.expand(batch_size).contiguous(),
         leftpad=None if all_real else end - lengths,
         lengths=lengths,
