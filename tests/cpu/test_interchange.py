@@ -180,6 +180,17 @@ def _changed(**changes: Any) -> dict[str, Any]:
         (_changed(target_sparsity={"prefill": 1.5}), "1.5"),
         (_changed(target_sparsity={"verify": 0.5}), "verify"),
         (_changed(ignore="model.layers.0"), "ignore"),
+        (_changed(sparse_algo="vsa"), "sparse_algo.*vsa"),
+        ({**NESTED, "sparse_algo": "vsa"}, "sparse_algo.*vsa"),
+        ({**NESTED, "algorithm": "topk"}, "algorithm.*topk"),
+        (_changed(initial_disabled_steps=1.5), "initial_disabled_steps.*1.5"),
+        (_changed(threshold_scale_factor={"prefill": 10**400}), "threshold_scale_factor.prefill"),
+        (
+            _changed(
+                threshold_scale_factor={"formula": EXPONENTIAL_FORMULA, "prefill": {"a": 10**400, "b": 1}}
+            ),
+            "threshold_scale_factor.prefill.a",
+        ),
         (_changed(disabled_until_timestep="late"), "late"),
         ({"model_type": "llama"}, "sparse_attention_config"),
         ({"sparse_attention_config": None}, "sparse_attention_config"),
@@ -201,6 +212,15 @@ def test_missing_threshold_and_broken_files_are_errors(tmp_path: Path) -> None:
         read_sparse_attention_config(tmp_path / "broken.json")
     with pytest.raises(ProfileError, match="not a JSON"):
         write_sparse_attention_config(read_sparse_attention_config(NESTED), tmp_path / "broken.json")
+
+
+def test_a_target_for_a_fixed_factor_is_refused_and_not_called_dense() -> None:
+    config = read_sparse_attention_config(_changed(threshold_scale_factor={"prefill": 5.0}))
+    assert config.scale_factor("prefill") == 5.0
+    with pytest.raises(ProfileError, match="fixed factor 5"):
+        config.scale_factor("prefill", 0.5)
+    with pytest.raises(ProfileError, match="decode runs dense"):
+        config.scale_factor("decode", 0.5)
 
 
 def test_a_formula_that_gives_a_negative_factor_is_an_error() -> None:

@@ -334,6 +334,15 @@ def test_nan_and_infinite_numbers_in_a_file_are_refused(tmp_path: Path) -> None:
             load_profile(tmp_path / "p.json")
 
 
+def test_numbers_beyond_a_float_in_a_file_are_refused(tmp_path: Path) -> None:
+    for path in ("phases.prefill.exponential.a", "phases.prefill.exponential.r2"):
+        content = _profile().to_json()
+        _set(path, 10**400)(content)
+        (tmp_path / "p.json").write_text(json.dumps(content))
+        with pytest.raises(ProfileError, match=path.rsplit(".", maxsplit=1)[-1] + ".*wanted"):
+            load_profile(tmp_path / "p.json")
+
+
 def test_a_missing_file_is_a_profile_error(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="cannot be read"):
         load_profile(tmp_path / "absent.json")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +104,12 @@ class SparseAttentionConfig:
         """
         if phase in self.scale_factors and target_sparsity is None:
             return self.scale_factors[phase]
+        if phase in self.scale_factors:
+            raise ProfileError(
+                f"threshold_scale_factor.{phase}: found the fixed factor "
+                f"{self.scale_factors[phase]:g} and no coefficients, wanted them to aim at a target sparsity of "
+                f"{target_sparsity:g}"
+            )
         if phase not in self.coefficients or self.formula is None:
             raise ProfileError(
                 f"threshold_scale_factor.{phase}: found no coefficients, wanted them; {phase} runs dense"
@@ -201,7 +207,7 @@ def read_sparse_attention_config(source: Mapping[str, Any] | str | Path) -> Spar
         targets=_strings(merged.get("targets", []), "targets"),
         ignore=tuple(dict.fromkeys(ignore)),
         disabled_until_timestep=None if timestep is None else _number(timestep, "disabled_until_timestep"),
-        initial_disabled_steps=None if steps is None else round(_number(steps, "initial_disabled_steps")),
+        initial_disabled_steps=None if steps is None else _whole(steps, "initial_disabled_steps"),
         producer={str(k): str(v) for k, v in _object(outer.get("producer", {}), "producer").items()},
     )
 
@@ -267,9 +273,20 @@ def _only(value: Mapping[str, Any], known: set[str], name: str) -> None:
 
 
 def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0.0 <= value <= sys.float_info.max
+    ):
         raise ProfileError(f"{name}: found {value!r}, wanted a number of at least 0")
     return float(value)
+
+
+def _whole(value: Any, name: str) -> int:
+    number = _number(value, name)
+    if not number.is_integer():
+        raise ProfileError(f"{name}: found {value!r}, wanted a whole number")
+    return int(number)
 
 
 def _strings(value: Any, name: str) -> tuple[str, ...]:
@@ -294,6 +311,8 @@ def _skip_group(outer: Mapping[str, Any]) -> Mapping[str, Any]:
             f"config_groups: found {sorted(groups)}, wanted one skip_softmax group (several sparsity "
             "schemes are never combined)"
         )
+    if "algorithm" in outer or "sparse_algo" in outer:
+        _algorithm(outer, _KEY)
     name, value = next(iter(groups.items()))
     group = _object(value, f"config_groups.{name}")
     _algorithm(group, f"config_groups.{name}")
@@ -302,9 +321,10 @@ def _skip_group(outer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _algorithm(group: Mapping[str, Any], name: str) -> None:
-    found = group.get("algorithm", group.get("sparse_algo"))
-    if found not in _ALGORITHMS:
-        raise ProfileError(f"{name}.algorithm: found {found!r}, wanted 'skip_softmax'")
+    fields = [key for key in ("algorithm", "sparse_algo") if key in group] or ["algorithm"]
+    for field_name in fields:
+        if (found := group.get(field_name)) not in _ALGORITHMS:
+            raise ProfileError(f"{name}.{field_name}: found {found!r}, wanted 'skip_softmax'")
 
 
 def _scale_factor(
@@ -337,7 +357,11 @@ def _scale_factor(
 def _coefficients(value: Any, name: str) -> dict[str, float]:
     result = {}
     for key, item in _object(value, name).items():
-        if isinstance(item, bool) or not isinstance(item, (int, float)) or not math.isfinite(item):
+        if (
+            isinstance(item, bool)
+            or not isinstance(item, (int, float))
+            or not abs(item) <= sys.float_info.max
+        ):
             raise ProfileError(f"{name}.{key}: found {item!r}, wanted a finite number")
         result[key] = float(item)
     return result

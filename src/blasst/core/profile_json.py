@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -98,7 +99,7 @@ class Fields:
         wanted = "a finite number" if low == -math.inf else f"a number in [{low:g}, {high:g}]"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._miss(key, value, wanted)
-        if not (math.isfinite(value) and low <= value <= high):
+        if not (abs(value) <= sys.float_info.max and low <= value <= high):
             raise self._miss(key, value, wanted)
         return float(value)
 
