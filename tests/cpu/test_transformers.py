@@ -384,6 +384,8 @@ def test_an_ignored_layer_runs_on_its_own_attention(model):
         ({"threshold": {"prefil": 0.1}}, "unknown phase"),
         ({"threshold_scale_factor": float("inf")}, "finite"),
         ({"threshold": 0.1, "max_skipped_mass": 1.0}, r"in \(0, 1\)"),
+        ({"threshold": 0.1, "impl": "cuda9000"}, "impl: got 'cuda9000'"),
+        ({"threshold": 0.1, "impl": None}, "impl: got None"),
         ({"threshold": 0.1, "ignore": "model.layers.0.*"}, "sequence of patterns"),
         ({"threshold": 0.1, "ignore": ["no.such.layer"]}, "matches no module"),
         ({"threshold": 0.1, "ignore": ["*"]}, "no attention layer can be served"),
@@ -392,6 +394,23 @@ def test_an_ignored_layer_runs_on_its_own_attention(model):
 def test_bad_arguments_are_refused_and_leave_the_model_alone(model, arguments, message):
     with pytest.raises(ValueError, match=message):
         enable(model, **arguments)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"max_skipped_mass": "x"},
+        {"max_skipped_mass": True},
+        {"ignore": [5]},
+        {"collect_counts": "no"},
+        {"measure_skipped_mass": 1},
+        {"profile": 5, "threshold": None},
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named_and_leave_the_model_alone(model, argument):
+    with pytest.raises(TypeError, match="^" + next(iter(argument))):
+        enable(model, **{"threshold": 0.1, **argument})
     assert model.config._attn_implementation == "sdpa"
 
 

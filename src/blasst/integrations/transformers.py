@@ -13,11 +13,13 @@ from os import PathLike, fspath
 
 from torch import Tensor, nn
 
+from blasst.core import checks
 from blasst.core.profile import Profile, model_fingerprint
 from blasst.core.types import PHASES, Phase
 from blasst.integrations.transformers_attention import Session, session_of
 from blasst.integrations.transformers_sparse import SparseHandler
 from blasst.integrations.transformers_state import LayerStats, PerPhase, ThresholdRule, resolve_rules
+from blasst.kernels.select import IMPLS
 
 __all__ = [
     "Enabled",
@@ -90,10 +92,17 @@ def _make_session(
     collect_counts: bool = False,
     measure_skipped_mass: bool = False,
 ) -> tuple[Session, Enabled]:
-    if max_skipped_mass is not None and not 0.0 < max_skipped_mass < 1.0:
-        raise ValueError(f"max_skipped_mass: got {max_skipped_mass!r}, wants a number in (0, 1) or None")
+    checks.check_max_skipped_mass(max_skipped_mass, has_threshold=True)
+    if impl not in IMPLS:
+        raise ValueError(f"impl: got {impl!r}, wants one of {', '.join(IMPLS)}")
+    checks.check_flag("collect_counts", collect_counts)
+    checks.check_flag("measure_skipped_mass", measure_skipped_mass)
     if isinstance(ignore, str):
         raise ValueError(f"ignore: got the string {ignore!r}, wants a sequence of patterns")
+    if not all(isinstance(pattern, str) for pattern in ignore):
+        raise TypeError(f"ignore: got {ignore!r}, wants a sequence of patterns")
+    if profile is not None and not isinstance(profile, str | PathLike | Profile):
+        raise TypeError(f"profile: got {profile!r}, wants a path or a Profile")
     path = fspath(profile) if isinstance(profile, PathLike) else profile
     fingerprint = _fingerprint(model) if profile is not None else None
     rules = resolve_rules(path, target_sparsity, threshold, threshold_scale_factor, fingerprint)
@@ -117,7 +126,7 @@ def enable(
 ) -> Enabled:
     """Switch a transformers model to skipping attention; a model that is enabled already is switched over.
 
-    Give exactly one of profile with target_sparsity, threshold, or threshold_scale_factor. Each is a number
+    Give exactly one of profile (with target_sparsity), threshold, or threshold_scale_factor. Each is a number
     for both phases or a mapping {"prefill": ..., "decode": ...} in which None or absence leaves a phase on
     the model's own attention. A call with 1 to 8 new tokens against more key slots is decode, any other is
     prefill (a prompt of at most 8 tokens cannot skip anything in either). Thresholds follow each sequence's
@@ -128,8 +137,9 @@ def enable(
 
     Args:
         model: a transformers model, or a module that contains one.
-        profile: calibration file or `Profile`; needs target_sparsity.
-        target_sparsity: skipped over visited tiles to aim at, in [0, 1].
+        profile: calibration file or `Profile`.
+        target_sparsity: skipped over visited tiles to aim at, in [0, 1]; needs a profile. None = the default
+            targets of the profile.
         threshold: in [0, 1], the same at every length.
         threshold_scale_factor: threshold times keys; clamped to threshold 1.
         max_skipped_mass: error budget in (0, 1) on top of the threshold, or None.
@@ -143,6 +153,7 @@ def enable(
         Served layers, layers that are not served with reasons, and the thresholds in force.
 
     Raises:
+        TypeError: an argument has the wrong type.
         ValueError: arguments are missing, conflict or are out of range, or no layer can be served.
         ProfileError: the profile is broken or does not fit.
     """
