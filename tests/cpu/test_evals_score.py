@@ -70,3 +70,10 @@ def test_unpaired_or_missing_scores_are_an_error():
     with pytest.raises(ValueError, match="no task"):
         mean_difference_over_tasks({})
     assert math.isfinite(paired_difference([1.0], [0.0]).low)
+
+
+@pytest.mark.parametrize("score", [string_match_all, string_match_part])
+@pytest.mark.parametrize("answers", [[], (), "", "42"])
+def test_a_score_without_a_list_of_answers_is_refused(score, answers):
+    with pytest.raises(ValueError, match="answers"):
+        score("42 is the answer", answers)

@@ -107,8 +107,8 @@ class SparseAttentionConfig:
         if phase in self.scale_factors:
             raise ProfileError(
                 f"threshold_scale_factor.{phase}: found the fixed factor "
-                f"{self.scale_factors[phase]:g} and no coefficients, wanted them to aim at a target sparsity of "
-                f"{target_sparsity:g}"
+                f"{self.scale_factors[phase]:g} and no coefficients, wanted them to aim at a target "
+                f"sparsity of {target_sparsity:g}"
             )
         if phase not in self.coefficients or self.formula is None:
             raise ProfileError(

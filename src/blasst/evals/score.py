@@ -26,19 +26,31 @@ class PairedDifference(NamedTuple):
 def string_match_all(text: str, answers: Sequence[str]) -> float:
     """Share of the reference strings that appear in the text, case ignored, 0..1.
 
+    Raises:
+        ValueError: no reference strings.
+
     Source: RULER (arXiv:2404.06654), the score of retrieval, tracing and aggregation tasks.
     """
-    lowered = text.lower()
-    return sum(answer.lower() in lowered for answer in answers) / len(answers)
+    text, wanted = _lowered(text, answers)
+    return sum(answer in text for answer in wanted) / len(wanted)
 
 
 def string_match_part(text: str, answers: Sequence[str]) -> float:
     """1 when any of the reference strings appears in the text, case ignored, else 0.
 
+    Raises:
+        ValueError: no reference strings.
+
     Source: RULER (arXiv:2404.06654), the score of question answering.
     """
-    lowered = text.lower()
-    return float(any(answer.lower() in lowered for answer in answers))
+    text, wanted = _lowered(text, answers)
+    return float(any(answer in text for answer in wanted))
+
+
+def _lowered(text: str, answers: Sequence[str]) -> tuple[str, list[str]]:
+    if isinstance(answers, str) or not answers:
+        raise ValueError(f"answers: got {answers!r}, want at least one string in a sequence")
+    return text.lower(), [answer.lower() for answer in answers]
 
 
 def paired_difference(
