@@ -87,8 +87,8 @@ def blasst_attn_func(
         lse -inf.
 
     Raises:
-        TypeError: a wrong type or dtype.
-        ValueError: a wrong value, shape or device.
+        TypeError: a wrong type, or a dtype of an argument that is fixed.
+        ValueError: a wrong value, shape or device, or dtypes of q, k, v that differ.
         UnsupportedError: no kernel can serve the call.
         NotImplementedError: gradients are wanted; there is no backward pass.
 
@@ -172,8 +172,8 @@ def blasst_attn_varlen_func(
         AttentionOutput with out (total_q, num_heads, head_dim_v).
 
     Raises:
-        TypeError: a wrong type or dtype.
-        ValueError: a wrong value, shape or device.
+        TypeError: a wrong type, or a dtype of an argument that is fixed.
+        ValueError: a wrong value, shape or device, or dtypes of q, k, v that differ.
         UnsupportedError: no kernel can serve the call.
         NotImplementedError: gradients are wanted.
 
@@ -294,8 +294,8 @@ def blasst_attn_with_kvcache(
         AttentionOutput with out (batch, seqlen_q, num_heads, head_dim_v).
 
     Raises:
-        TypeError: a wrong type or dtype.
-        ValueError: a wrong value, shape or device.
+        TypeError: a wrong type, or a dtype of an argument that is fixed.
+        ValueError: a wrong value, shape or device, or dtypes of q, k, v that differ.
         UnsupportedError: no kernel can serve the call.
         NotImplementedError: gradients are wanted.
 

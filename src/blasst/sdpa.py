@@ -59,8 +59,8 @@ def attention(
         AttentionOutput with out (batch, num_heads, seqlen_q, head_dim_v).
 
     Raises:
-        TypeError: a wrong type or dtype.
-        ValueError: a wrong value, shape or device.
+        TypeError: a wrong type, or a dtype of an argument that is fixed.
+        ValueError: a wrong value, shape or device, or dtypes of q, k, v that differ.
         UnsupportedError: an attention mask or dropout was given, or no kernel can serve the call.
         NotImplementedError: gradients are wanted.
 

@@ -54,7 +54,11 @@ def check_threshold(name: str, value: object, batch: int, device: torch.device, 
     if torch.compiler.is_compiling():  # a product lets the compiler keep the float symbolic: no recompilation
         return torch.ones(batch, dtype=torch.float32, device=device) * number
     if number < 0:
-        hint = "; a threshold is a linear ratio: convert a log-domain value with exp() first"
+        hint = (
+            "; a threshold is a linear ratio: convert a log-domain value with exp() first"
+            if limit == 1
+            else ""
+        )
         raise ValueError(f"{name}: got {number!r}, want {wanted}{hint}")
     if number > limit:
         hint = " (a value that grows with the length is threshold_scale_factor)" if limit == 1 else ""
