@@ -411,6 +411,9 @@ def test_what_is_not_supported_is_said():
         blasst_attn_func(*heavy_tailed_inputs(1, 2, 2, 1, 1, 320), impl="triton")
     inputs = heavy_tailed_inputs(1, 2, 2, 1, 1, 16)
     assert unsupported_reason(problem_of(inputs, "decode", 0.1)) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("triton.__version__", "3.5.1")
+        assert "3.6 or newer" in str(unsupported_reason(problem_of(inputs, "decode", 0.1)))
     huge = torch.empty((2**20, 2**10, 2**8, 16), device="meta")
     reason = unsupported_reason(dataclasses.replace(problem_of(inputs, "prefill", 0.1), q=huge))
     assert reason is not None

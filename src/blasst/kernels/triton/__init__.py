@@ -16,6 +16,9 @@ from blasst.core.types import DECODE_TILE, PREFILL_TILE, num_tiles
 #: Programs on the first axis of a grid.
 _MAX_PROGRAMS = 2**31 - 1
 
+#: Oldest version that the kernels are written for and tested with.
+MIN_TRITON = (3, 6)
+
 _DEVICES = ("cuda", "xpu")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -28,6 +31,9 @@ def unsupported_reason(problem: AttentionProblem) -> str | None:
         import triton
     except ImportError as error:
         return f"triton does not import: {error}"
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < MIN_TRITON:
+        return f"triton is {triton.__version__}, supported is {MIN_TRITON[0]}.{MIN_TRITON[1]} or newer"
     interpreted = bool(triton.knobs.runtime.interpret)
     q = problem.q
     if q.device.type not in _DEVICES and not (interpreted and q.device.type == "cpu"):
