@@ -16,7 +16,7 @@ from blasst.core.reference import reference_attention
 from blasst.core.types import AttentionOutput, Phase
 from blasst.functional import blasst_attn_func, blasst_attn_with_kvcache
 from blasst.kernels.select import backend_used
-from blasst.testing import heavy_tailed_inputs
+from blasst.testing import assert_within_budget, heavy_tailed_inputs, max_error
 
 DENSE_BASELINE = "torch sdpa"
 
@@ -24,10 +24,6 @@ DENSE_BASELINE = "torch sdpa"
 #: more, so that one run shows several sparsities.
 _HOT_FRACTION = 0.1
 _COLD_NATS = (2.0, 14.0)
-
-#: max|out - truth| <= 2 * (max|yardstick - truth| + eps * max|truth|); the yardstick is the reference in the
-#: input dtype, as FlashAttention's tests do.
-_ERROR_FACTOR = 2.0
 
 
 class WrongResultError(BlasstError):
@@ -108,26 +104,30 @@ def check_output(
         max|out - truth|.
 
     Raises:
-        WrongResultError: outside the error budget.
+        WrongResultError: outside the error budget of blasst.testing.assert_within_budget.
     """
-    causal = setting.phase == "prefill"
-    truth, yardstick = (
-        reference_attention(
-            *qkv,
+    q, k, v = qkv
+
+    def reference(values: Tensor, dtype: torch.dtype) -> Tensor:
+        return reference_attention(
+            q,
+            k,
+            values,
             threshold=threshold,
             phase=setting.phase,
-            causal=causal,
+            causal=setting.phase == "prefill",
             kept_tiles=got.kept_tiles,
             dtype=dtype,
-        ).out.double()
-        for dtype in (torch.float64, qkv[0].dtype)
-    )
-    error = float((got.out.double() - truth).abs().max())
-    allowed = float((yardstick - truth).abs().max())
-    allowed += torch.finfo(qkv[0].dtype).eps * float(truth.abs().max())
-    if not error <= _ERROR_FACTOR * allowed:  # NaN fails too
-        raise WrongResultError(f"{setting}: error {error:.3g}, allowed {_ERROR_FACTOR * allowed:.3g}")
-    return error
+        ).out
+
+    truth = reference(v, torch.float64)
+    # Values of both signs cancel; rounding is relative to the sum of their sizes.
+    magnitude = float(reference(v.abs(), torch.float64).max())
+    try:
+        assert_within_budget(got.out, truth, reference(v, q.dtype), magnitude=magnitude)
+    except AssertionError as error:
+        raise WrongResultError(f"{setting}: {error}") from error
+    return max_error(got.out, truth)
 
 
 def measure(

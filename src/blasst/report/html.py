@@ -84,7 +84,7 @@ def _cell(key: str, value: Any) -> str:
     if key == "target":
         return f"{value:.0%}"
     if isinstance(value, float):
-        return f"{value:.4f}"
+        return f"{value:.4f}" if abs(value) < 100.0 else f"{value:.0f}"
     return str(value)
 
 
