@@ -1,4 +1,4 @@
-"""Record of the last green run on a device: `tests/gpu/verified.json`, rewritten by a whole run of the folder.
+"""Record of the last green run on a device: `tests/gpu/verified.json`, by a whole run of this folder.
 
 tests/cpu/test_verified.py fails when a kernel source has changed since. Commit the record after the run.
 """
