@@ -90,7 +90,6 @@ def _main(
     global _show_traceback
     _show_traceback = show_traceback
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched at run time
-    os.environ.setdefault("TQDM_DISABLE", "1")  # one progress display, ours
 
 
 @app.command()

@@ -56,8 +56,8 @@ class DemoPlan:
     mass_lengths: tuple[int, ...]
     targets: tuple[float, ...] = (0.5, 0.7)
     decode_tokens: int = 16
-    nll_tokens: int = 1024
-    tasks: tuple[str, ...] = ("niah_single_1", "niah_multikey_1", "vt", "qa_1")
+    nll_tokens: int = 512
+    tasks: tuple[str, ...] = ("niah_single_1", "niah_multikey_1", "vt")
     task_length: int = 2048
     items: int = 4
     inspect_length: int = 4096
@@ -71,7 +71,6 @@ QUICK = DemoPlan(
     heldout_lengths=(2048,),
     mass_lengths=(2048,),
     decode_tokens=8,
-    nll_tokens=512,
     tasks=("niah_single_1", "vt"),
     task_length=1024,
     items=2,
@@ -112,11 +111,18 @@ def _answer(loaded: LoadedModel, conditions: dict[str, Any], options: dict[str, 
 
 
 def _inspect(
-    loaded: LoadedModel, token_ids: Sequence[int], profile: Profile, target: float, decode_tokens: int
-) -> tuple[Inspection, SkipMap]:
-    """One prompt in detail, with the skip map of the head whose sparsity is nearest to the target."""
+    loaded: LoadedModel,
+    token_ids: Sequence[int],
+    profile: Profile,
+    target: float,
+    decode_tokens: int,
+    with_map: bool,
+) -> tuple[Inspection, SkipMap | None]:
+    """One prompt in detail; with_map adds the skip map of the head whose sparsity is nearest to the target."""
     settings = {"profile": profile, "target_sparsity": target}
     seen = inspect_sequence(loaded.model, token_ids, settings, decode_tokens=decode_tokens)
+    if not with_map:
+        return seen, None
     heads = seen.head_sparsity["prefill"]
     layer, head = np.unravel_index(np.abs(heads - target).argmin(), heads.shape)
     threshold = profile.threshold("prefill", target, len(token_ids))
@@ -200,6 +206,7 @@ def _inspect_jobs(loaded: LoadedModel, plan: DemoPlan, profile: Profile) -> list
                 "profile": profile,
                 "target": target,
                 "decode_tokens": plan.decode_tokens,
+                "with_map": target == plan.targets[0],
             },
         )
         for target in plan.targets
