@@ -118,7 +118,7 @@ def _inspect(
     decode_tokens: int,
     with_map: bool,
 ) -> tuple[Inspection, SkipMap | None]:
-    """One prompt in detail; with_map adds the skip map of the head whose sparsity is nearest to the target."""
+    """One prompt in detail; with_map adds the skip map of the head with sparsity nearest to the target."""
     settings = {"profile": profile, "target_sparsity": target}
     seen = inspect_sequence(loaded.model, token_ids, settings, decode_tokens=decode_tokens)
     if not with_map:
