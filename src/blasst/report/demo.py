@@ -57,7 +57,7 @@ class DemoPlan:
     targets: tuple[float, ...] = (0.5, 0.7)
     decode_tokens: int = 16
     nll_tokens: int = 512
-    tasks: tuple[str, ...] = ("niah_single_1", "niah_multikey_1", "vt")
+    tasks: tuple[str, ...] = ("niah_single_1", "niah_multikey_1", "vt", "qa_1")
     task_length: int = 2048
     items: int = 4
     inspect_length: int = 4096
