@@ -41,6 +41,18 @@ def _run_triton(problem: AttentionProblem) -> AttentionOutput:
     return prefill.run(problem)
 
 
+def _hopper_reason(problem: AttentionProblem) -> str | None:
+    from blasst.kernels import hopper
+
+    return hopper.unsupported_reason(problem)
+
+
+def _run_hopper(problem: AttentionProblem) -> AttentionOutput:
+    from blasst.kernels.hopper import prefill
+
+    return prefill.run(problem)
+
+
 def _run_eager(problem: AttentionProblem) -> AttentionOutput:
     from blasst.kernels import eager
 
@@ -63,13 +75,14 @@ def _everything(problem: AttentionProblem) -> str | None:
 
 
 KERNELS = {
+    "hopper": Kernel("hopper", _hopper_reason, _run_hopper),
     "triton": Kernel("triton", _triton_reason, _run_triton),
     "eager": Kernel("eager", _everything, _run_eager),
     "reference": Kernel("reference", _everything, _run_reference),
 }
 
 #: What impl="auto" tries, in this order, on a GPU and elsewhere.
-AUTO_ON_GPU = ("triton", "eager")
+AUTO_ON_GPU = ("hopper", "triton", "eager")
 AUTO_ELSEWHERE = ("eager",)
 
 IMPLS = ("auto", *KERNELS)

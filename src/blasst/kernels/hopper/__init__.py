@@ -1,0 +1,77 @@
+"""Hopper kernels (sm_90a): CUDA C++ compiled on first use by NVRTC, launched on torch's stream.
+
+Importing this package imports nothing of cuda; `unsupported_reason` does when it is asked, and the module
+`prefill` (with `run(problem)`) does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import torch
+from torch import Tensor
+
+from blasst.core.problem import AttentionProblem
+
+HEAD_DIMS = (64, 96, 128)
+DTYPES = (torch.float16, torch.bfloat16)
+
+#: A page is a whole number of these, or one of them is a whole number of pages.
+_KEY_TILE = 128
+_MIN_PAGE = 16
+
+#: TMA addresses rows in units of 16 bytes, with strides below 2**40 bytes.
+_ALIGNMENT = 16
+_MAX_STRIDE = 2**40
+
+
+def unsupported_reason(problem: AttentionProblem) -> str | None:
+    """Why these kernels cannot serve a checked problem, or None when they can."""
+    q = problem.q
+    if q.device.type != "cuda" or torch.version.hip is not None:
+        return f"q is on {q.device}, these kernels need an NVIDIA GPU"
+    if torch.cuda.get_device_capability(q.device) != (9, 0):
+        return f"{torch.cuda.get_device_name(q.device)} is not a Hopper GPU (compute capability 9.0)"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        return "cuda-core is not installed (pip install 'blasst[cuda]')"
+    if problem.phase != "prefill":
+        return "decode has no Hopper kernel yet"
+    return _shape_reason(problem)
+
+
+def _shape_reason(problem: AttentionProblem) -> str | None:
+    q = problem.q
+    if q.dtype not in DTYPES:
+        return f"q has dtype {q.dtype}, supported are float16 and bfloat16"
+    dims = (problem.head_dim, problem.head_dim_v)
+    if dims[0] != dims[1] or dims[0] not in HEAD_DIMS:
+        return f"head dims are {dims}, supported are equal ones of {', '.join(map(str, HEAD_DIMS))}"
+    if not problem.softmax_scale > 0 or not math.isfinite(1 / problem.softmax_scale):
+        return f"softmax_scale is {problem.softmax_scale}, supported are positive ones"
+    if problem.block_table is not None:
+        page = problem.k.shape[1]
+        if page % _KEY_TILE and (_KEY_TILE % page or page < _MIN_PAGE):
+            return f"page_size is {page}, supported are 16, 32, 64 and multiples of 128"
+        if problem.leftpad_k is not None:
+            return "leftpad_k with a block_table"
+    for name, tensor in (("q", q), ("k", problem.k), ("v", problem.v)):
+        if tensor.numel() == 0:
+            return f"{name} is empty"
+        if not _addressable(tensor):
+            return (
+                f"{name} with strides {tensor.stride()} does not lie in units of {_ALIGNMENT} bytes,"
+                " which the copy engine needs"
+            )
+    return None
+
+
+def _addressable(tensor: Tensor) -> bool:
+    """Whether TMA can address rows of a tensor."""
+    size = tensor.element_size()
+    strides = [
+        stride * size for stride, length in zip(tensor.stride()[:-1], tensor.shape[:-1]) if length > 1
+    ]
+    return tensor.data_ptr() % _ALIGNMENT == 0 and all(
+        0 < stride < _MAX_STRIDE and stride % _ALIGNMENT == 0 for stride in strides
+    )

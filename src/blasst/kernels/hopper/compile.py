@@ -1,0 +1,133 @@
+"""CUDA C++ to cubin by NVRTC, kept in a folder on disk; loading into the current CUDA context.
+
+The folder is $BLASST_CACHE_DIR, default ~/.cache/blasst; a file is named by the hash of everything that the
+cubin depends on, so nothing there can be stale and all of it may be deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+
+#: Options of every kernel. Contraction stays off: dense and threshold 0 must round alike.
+ARCH = "sm_90a"
+
+
+def sources() -> dict[str, str]:
+    """Texts of the CUDA files beside this module, by name."""
+    files = sorted([*FOLDER.glob("*.cu"), *FOLDER.glob("*.cuh")])
+    return {path.name: path.read_text(encoding="utf-8") for path in files}
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept."""
+    chosen = os.environ.get("BLASST_CACHE_DIR")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "blasst"
+
+
+def compiler_version() -> str:
+    """Version of NVRTC."""
+    from cuda.bindings import nvrtc
+
+    status, major, minor = nvrtc.nvrtcVersion()
+    if int(status) != 0:
+        raise RuntimeError(f"NVRTC does not answer: {status}")
+    return f"{major}.{minor} (cuda-bindings {importlib.metadata.version('cuda-bindings')})"
+
+
+def compile_source(file: str, macros: Mapping[str, int], *, verbose: bool = False) -> tuple[bytes, str]:
+    """Compile a CUDA file of this folder.
+
+    Args:
+        file: its name.
+        macros: what it needs defined.
+        verbose: also ask the assembler for registers, shared memory and spills.
+
+    Returns:
+        (cubin, log of the compiler).
+
+    Raises:
+        RuntimeError: it does not compile.
+    """
+    import io
+
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(
+        name=file,
+        arch=ARCH,
+        std="c++17",
+        fma=False,
+        include_path=str(FOLDER),
+        define_macro=[(name, str(value)) for name, value in sorted(macros.items())],
+        ptxas_options=["-v"] if verbose else None,
+    )
+    log = io.StringIO()
+    try:
+        program = Program(sources()[file], "c++", options)
+        code = program.compile("cubin", logs=log)
+    except Exception as error:
+        raise RuntimeError(f"{file} with {dict(macros)} does not compile:\n{error}\n{log.getvalue()}") from error
+    return bytes(code.code), log.getvalue()
+
+
+def cached_cubin(file: str, macros: Mapping[str, int]) -> bytes:
+    """compile_source, from disk where it was done before."""
+    key = hashlib.sha256(repr((file, sorted(macros.items()), sources(), ARCH, compiler_version())).encode())
+    path = cache_folder() / f"{file}-{key.hexdigest()[:32]}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        pass
+    cubin, _ = compile_source(file, macros)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
+            part.write(cubin)
+        os.replace(part.name, path)
+    except OSError:  # a home that cannot be written: compile again next time
+        pass
+    return cubin
+
+
+def checked(result: tuple[Any, ...]) -> Any:
+    """The value of a CUDA driver call.
+
+    Raises:
+        RuntimeError: the call failed.
+    """
+    status, *values = result
+    if int(status) != 0:
+        raise RuntimeError(f"CUDA driver: {status.name}")
+    return values[0] if values else None
+
+
+@cache
+def load_kernel(device: int, file: str, name: str, macros: tuple[tuple[str, int], ...], shared: int) -> Any:
+    """A kernel in the current context.
+
+    Args:
+        device: index of the current device (each has its own copy).
+        file: CUDA file of this folder.
+        name: of the kernel in it.
+        macros: what the file needs defined.
+        shared: bytes of dynamic shared memory it will be launched with.
+
+    Returns:
+        CUfunction.
+    """
+    from cuda.bindings import driver
+
+    module = checked(driver.cuModuleLoadData(cached_cubin(file, dict(macros))))
+    function = checked(driver.cuModuleGetFunction(module, name.encode()))
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    checked(driver.cuFuncSetAttribute(function, attribute, shared))
+    return function

@@ -1,0 +1,795 @@
+// Prefill on Hopper: a CTA owns 128 query rows of one head, two consumer warpgroups of 64 rows each.
+//
+// Work of a CTA (persistent; work comes from a ticket counter, longest first): one producer warp fetches Q, then
+// K and V tiles of 128 keys through TMA into rings of kStages; each consumer warpgroup visits the tiles in the
+// order of the rule (first tile, then from the last leftwards). Scores are double buffered: while the tensor
+// cores compute Q.K^T of the next tile, the warpgroup looks at the scores of this one. Skipping build: maxima,
+// one vote of the 128 threads, and only for a kept tile exp, row sum and P.V. Nothing is in flight where
+// branches meet: otherwise ptxas serialises every wgmma.
+//
+// Shared memory (head_dim 128): Q 32 KB, K and V 32 KB a stage. Registers of a consumer thread: O 64, scores
+// 2 x 64, row state. Compile-time: HEAD_DIM, HEAD_DIM_V (64, 96, 128), BF16, SKIP, MASS, BUDGET, SOFTCAP, PAGED,
+// STAGES. What is computed: docs/method.md.
+#include "ptx.cuh"
+
+namespace {
+
+constexpr int kRows = 64;    // of a query tile: one warpgroup
+constexpr int kKeys = 128;   // of a key tile
+constexpr int kChunk = 64;   // elements of a row that are contiguous in shared memory (128 bytes)
+constexpr int kStages = STAGES;
+constexpr int kWorkSlots = 2;
+constexpr int kChunksK = (HEAD_DIM + kChunk - 1) / kChunk;
+constexpr int kChunksV = (HEAD_DIM_V + kChunk - 1) / kChunk;
+constexpr u32 kChunkBytes = 128 * kChunk * 2;
+constexpr u32 kQueryBytes = kChunksK * kChunkBytes;
+constexpr u32 kKeyBytes = kChunksK * kChunkBytes;
+constexpr u32 kValueBytes = kChunksV * kChunkBytes;
+constexpr int kOut = HEAD_DIM_V / 2;  // registers of O
+constexpr int kScores = kKeys / 2;    // registers of the scores of one tile
+#define kInfinity __int_as_float(0x7F800000)
+
+static_assert(kChunksV <= kChunksK, "O leaves through the place of Q");
+
+// Named barriers: 0 is __syncthreads.
+constexpr int kVoteBarrier = 1;  // + warpgroup
+
+struct Barriers {
+    u64 key_full[kStages], key_empty[kStages];
+    u64 value_full[kStages], value_empty[kStages];
+    u64 value_raw;
+    u64 query_full, query_empty;
+    u64 work_full[kWorkSlots], work_empty[kWorkSlots];
+};
+
+// What the consumers need to know of a tile in the ring: its number and these.
+constexpr int kLast = 1;    // no tile of this work follows
+constexpr int kActive = 2;  // << warpgroup: its query tile visits the key tile here
+constexpr int kEdge = 8;    // << warpgroup: not every row sees every key, or some row does not exist
+constexpr int kTileShift = 5;
+
+// One query block of one head of one sequence.
+struct Work {
+    int sequence;   // -1: no more work
+    int head;
+    int block;      // of 128 rows
+    int row_base;   // where the sequence's rows begin in q
+    int rows;       // of the sequence
+    int key_base;   // where its keys begin in k
+    int keys;
+
+    // Which key tiles the two query tiles of the block visit, and in which order.
+    int first[2], last[2];           // of each query tile; last = -1: none
+    int whole_from[2], whole_to[2];  // keys that every row sees; none if a row does not exist
+    int start;                       // tile visited first
+    int extra;                       // 1: the lower query tile starts one tile later, which is fetched second
+    int end;                         // tile visited after these
+    int count;                       // tiles to visit
+
+    __device__ __forceinline__ void plan(int window_left, int window_right) {
+        const int shift = keys - rows;
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+            const int row_first = (2 * block + w) * kRows;
+            const int row_last = min(row_first + kRows, rows) - 1;
+            const int low = max(row_first + shift - window_left, 0);
+            const int high = min(row_last + shift + window_right + 1, keys);
+            const bool sees = row_first < rows && high > low;
+            first[w] = sees ? low / kKeys : 0;
+            last[w] = sees ? (high - 1) / kKeys : -1;
+            whole_from[w] = row_last + shift - window_left;
+            whole_to[w] = row_first + kRows > rows ? 0 : min(row_first + shift + window_right + 1, keys);
+        }
+        const bool sees0 = last[0] >= 0, sees1 = last[1] >= 0;
+        start = sees0 ? first[0] : first[1];
+        end = max(last[0], last[1]);
+        extra = sees0 && sees1 && first[1] != first[0];
+        count = sees0 || sees1 ? 1 + extra + end - start : 0;
+    }
+
+    __device__ __forceinline__ int tile(int position) const {
+        return position == 0 ? start : extra && position == 1 ? start + 1 : end + 1 + extra - position;
+    }
+
+    // For the consumers: tile and flags.
+    __device__ __forceinline__ int describe(int position) const {
+        const int t = tile(position);
+        int word = t << kTileShift | (position + 1 == count ? kLast : 0);
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+            const bool active = position == 0            ? last[w] >= 0 && first[w] == start
+                                : extra && position == 1 ? w == 1
+                                                         : t > first[w] && t <= last[w];
+            const bool whole = active && t * kKeys >= whole_from[w] && (t + 1) * kKeys <= whole_to[w];
+            word |= (active ? kActive << w : 0) | (whole ? 0 : kEdge << w);
+        }
+        return word;
+    }
+};
+
+struct Shared {
+    Barriers barriers;
+    Work work[kWorkSlots];
+    int tiles[kStages];
+};
+
+}  // namespace
+
+struct Params {
+    TensorMap q, k, v;
+    void* out;
+    float* lse;
+    float* mass;
+    u8* kept;
+    i64* skipped;
+    i64* visited;
+    const float* threshold;
+    const float* sinks;
+    const int* cu_q;
+    const int* cu_k;
+    const int* seqused;
+    const int* leftpad;
+    const int* table;
+    int* ticket;
+    i64 out_stride_b, out_stride_s, out_stride_h;
+    i64 lse_stride_b, lse_stride_h;
+    int table_stride, threshold_stride;
+    int batch, num_heads, group;
+    int seqlen_q, seqlen_k;
+    int blocks;             // of 128 rows per sequence; packed: slots
+    int section;            // query heads whose work is handed out together
+    int total;
+    int page_size;
+    int window_left, window_right;
+    int query_tiles, key_tiles;  // of the kept map
+    int guard_values;       // values beyond a sequence may be anything
+    float scale_log2;       // exponent per unit of score, base 2
+    float unit;             // natural units per unit of score
+    float score_factor, score_cap;
+    float eps;
+};
+
+namespace {
+
+struct Ring {
+    int stage = 0;
+    u32 phase = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// --- producer ---------------------------------------------------------------------------------------------
+
+// Work number -> query block. A section's heads share K and V in the L2 cache; long blocks come first.
+__device__ __forceinline__ void find_work(const Params& p, int number, Work& work) {
+    work.sequence = -1;
+    if (number >= p.total) return;
+    const int per_section = p.section * p.blocks;
+    const int section = number / per_section;
+    const int rest = number - section * per_section;
+    const int slot = p.blocks - 1 - rest / p.section;
+    const int outer = section * p.section + rest % p.section;
+    work.head = outer % p.num_heads;
+    work.block = slot;
+    work.key_base = 0;
+    work.keys = p.seqlen_k;
+    if (p.cu_q != nullptr) {
+        int low = 0, high = p.batch;
+        while (high - low > 1) {
+            const int middle = (low + high) / 2;
+            if (p.cu_q[middle] / (2 * kRows) + middle <= slot) low = middle; else high = middle;
+        }
+        work.sequence = low;
+        work.row_base = p.cu_q[low];
+        work.rows = p.cu_q[low + 1] - work.row_base;
+        work.block = slot - (work.row_base / (2 * kRows) + low);
+    } else {
+        work.sequence = outer / p.num_heads;
+        work.row_base = 0;
+        work.rows = p.seqlen_q;
+    }
+    if (p.cu_k != nullptr) {
+        const int begin = p.cu_k[work.sequence];
+        work.keys = p.cu_k[work.sequence + 1] - begin;
+        if (!PAGED) work.key_base = begin;
+    }
+    if (p.seqused != nullptr) work.keys = p.seqused[work.sequence];
+    if (p.leftpad != nullptr) {
+        const int pad = p.leftpad[work.sequence];
+        work.key_base += pad;
+        work.keys -= pad;
+    }
+}
+
+// Fetch one tile of K or V; the warp works together. Returns the bytes that will arrive.
+template <int kChunks>
+__device__ __forceinline__ void load_tile(
+    const Params& p, const TensorMap* map, const Work& work, int tile, u32 target, u32 barrier) {
+    const int lane = threadIdx.x % 32;
+    const int kv_head = work.head / p.group;
+    const int first = tile * kKeys;
+#if PAGED
+    const int rows = min(p.page_size, kKeys);  // of a box
+    const int boxes = (min(work.keys - first, kKeys) + rows - 1) / rows;
+    if (lane == 0) barrier_expect(barrier, boxes * rows * kChunk * 2 * kChunks);
+    __syncwarp();
+    for (int i = lane; i < boxes * kChunks; i += 32) {
+        const int box = i / kChunks, chunk = i % kChunks;
+        const int slot = first + box * rows;
+        const int page = p.table[static_cast<i64>(work.sequence) * p.table_stride + slot / p.page_size];
+        tma_load(target + chunk * kChunkBytes + box * rows * kChunk * 2, map, barrier, chunk * kChunk,
+                 slot % p.page_size, kv_head, page);
+    }
+#else
+    if (lane == 0) {
+        barrier_expect(barrier, kChunks * kChunkBytes);
+        const int w = p.cu_k != nullptr ? 0 : work.sequence;
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+            tma_load(target + chunk * kChunkBytes, map, barrier, chunk * kChunk, work.key_base + first, kv_head, w);
+        }
+    }
+#endif
+    __syncwarp();
+}
+
+// Values beyond the sequence become 0: 0 x NaN would reach every row.
+__device__ __forceinline__ void clear_values(u32 target, int from) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunksV; ++chunk) {
+        const u32 begin = target + chunk * kChunkBytes + from * kChunk * 2;
+        const u32 end = target + (chunk + 1) * kChunkBytes;
+        for (u32 place = begin + lane * 16; place < end; place += 32 * 16) {
+            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(place), "r"(0) : "memory");
+        }
+    }
+    async_proxy_fence();
+    __syncwarp();
+}
+
+__device__ __forceinline__ void produce(const Params& p, Shared& shared, u32 query, u32 keys, u32 values) {
+    const int lane = threadIdx.x % 32;
+    Barriers& barriers = shared.barriers;
+    Ring key_ring, value_ring;
+    u32 raw_phase = 0, query_phase = 0;
+    int slot = 0;
+    u32 slot_phase = 0;
+    while (true) {
+        int number = 0;
+        if (lane == 0) number = atomicAdd(p.ticket, 1);
+        number = __shfl_sync(0xFFFFFFFF, number, 0);
+        barrier_wait(shared_address(&barriers.work_empty[slot]), slot_phase ^ 1);
+        Work& work = shared.work[slot];
+        if (lane == 0) {
+            find_work(p, number, work);
+            if (work.sequence >= 0) work.plan(p.window_left, p.window_right);
+        }
+        __syncwarp();
+        if (work.sequence >= 0 && work.block * 2 * kRows >= work.rows) continue;  // a slot without rows
+        if (lane == 0) barrier_arrive(shared_address(&barriers.work_full[slot]));
+        if (++slot == kWorkSlots) {
+            slot = 0;
+            slot_phase ^= 1;
+        }
+        if (work.sequence < 0) return;
+        if (work.count == 0) continue;
+        barrier_wait(shared_address(&barriers.query_empty), query_phase ^ 1);
+        query_phase ^= 1;
+        if (lane == 0) {
+            const u32 barrier = shared_address(&barriers.query_full);
+            barrier_expect(barrier, kQueryBytes);
+            const int w = p.cu_q != nullptr ? 0 : work.sequence;
+#pragma unroll
+            for (int chunk = 0; chunk < kChunksK; ++chunk) {
+                tma_load(query + chunk * kChunkBytes, &p.q, barrier, chunk * kChunk,
+                         work.row_base + work.block * 2 * kRows, work.head, w);
+            }
+        }
+        __syncwarp();
+        for (int i = 0; i <= work.count; ++i) {
+            if (i < work.count) {
+                barrier_wait(shared_address(&barriers.key_empty[key_ring.stage]), key_ring.phase ^ 1);
+                if (lane == 0) shared.tiles[key_ring.stage] = work.describe(i);
+                load_tile<kChunksK>(p, &p.k, work, work.tile(i), keys + key_ring.stage * kKeyBytes,
+                                    shared_address(&barriers.key_full[key_ring.stage]));
+                key_ring.next();
+            }
+            if (i > 0) {
+                const int tile = work.tile(i - 1);
+                const u32 full = shared_address(&barriers.value_full[value_ring.stage]);
+                const u32 target = values + value_ring.stage * kValueBytes;
+                barrier_wait(shared_address(&barriers.value_empty[value_ring.stage]), value_ring.phase ^ 1);
+                // Consumers give back what they skip without waiting for it: the last load must be over.
+                barrier_wait(full, value_ring.phase ^ 1);
+                const int left = work.keys - tile * kKeys;
+                if (p.guard_values && left < kKeys) {
+                    const u32 raw = shared_address(&barriers.value_raw);
+                    load_tile<kChunksV>(p, &p.v, work, tile, target, raw);
+                    barrier_wait(raw, raw_phase);
+                    raw_phase ^= 1;
+                    clear_values(target, left);
+                    if (lane == 0) barrier_arrive(full);
+                } else {
+                    load_tile<kChunksV>(p, &p.v, work, tile, target, full);
+                }
+                value_ring.next();
+            }
+        }
+    }
+}
+
+// --- consumers --------------------------------------------------------------------------------------------
+
+// State of the two rows of a thread: row r of the warpgroup's 64 is warp * 16 + lane / 4 (+ 8); a thread holds
+// keys 8 n + 2 (lane % 4) and the next of each.
+struct RowState {
+    float maximum[2];
+    float sum[2];    // of this thread's keys only
+    float bound[2];  // of this thread's groups only
+};
+
+__device__ __forceinline__ float finite_base(float maximum, float scale_log2) {
+    return maximum == -kInfinity ? 0.f : maximum * scale_log2;
+}
+
+__device__ __forceinline__ float quad_max(float x) {
+    x = max_or_nan(x, __shfl_xor_sync(0xFFFFFFFF, x, 1));
+    return max_or_nan(x, __shfl_xor_sync(0xFFFFFFFF, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(0xFFFFFFFF, x, 1);
+    return x + __shfl_xor_sync(0xFFFFFFFF, x, 2);
+}
+
+// Q.K^T of a tile, issued.
+__device__ __forceinline__ void issue_scores(float (&s)[kScores], u64 query, u64 keys) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+        const u32 offset = (i / 4 * kChunkBytes + i % 4 * 32) >> 4;
+        wgmma_ss(s, query + offset, keys + offset, i > 0);
+    }
+    wgmma_commit();
+}
+
+// P.V of a tile, issued.
+__device__ __forceinline__ void issue_values(float (&o)[kOut], const u32 (&weights)[kScores / 2], u64 values) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i) {
+        wgmma_rs<HEAD_DIM_V>(o, weights[4 * i], weights[4 * i + 1], weights[4 * i + 2], weights[4 * i + 3],
+                             values + ((i * 16 * kChunk * 2) >> 4));
+    }
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void cap_scores(const Params& p, float (&s)[kScores]) {
+#if SOFTCAP
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+        // cap * tanh(x) with tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        const float twice = exp2_fast(s[i] * p.score_factor);
+        s[i] = __fmaf_rn(p.score_cap, -2.f / (twice + 1.f), p.score_cap);
+    }
+#endif
+}
+
+// Keys that a row sees, relative to the tile that begins at `first`.
+struct Sight {
+    int low, high;
+    __device__ __forceinline__ Sight(const Params& p, int aligned, int keys, int first) {
+        low = aligned - p.window_left - first;
+        high = min(aligned + p.window_right + 1, keys) - first;
+    }
+    __device__ __forceinline__ bool nothing() const { return high <= max(low, 0) || low >= kKeys; }
+};
+
+// What the rows do not see becomes -inf.
+__device__ __forceinline__ void mask_scores(float (&s)[kScores], const Sight (&sight)[2]) {
+    const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int low = sight[r].low - column;
+        const u32 width = max(sight[r].high - sight[r].low, 0);
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                if (static_cast<u32>(8 * n + e - low) >= width) s[4 * n + 2 * r + e] = -kInfinity;
+            }
+        }
+    }
+}
+
+// Maxima of this thread's keys of both rows.
+__device__ __forceinline__ void thread_maxima(const float (&s)[kScores], float (&top)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float even = s[2 * r], odd = s[2 * r + 1];
+#pragma unroll
+        for (int n = 1; n < kKeys / 8; ++n) {
+            even = max_or_nan(even, s[4 * n + 2 * r]);
+            odd = max_or_nan(odd, s[4 * n + 2 * r + 1]);
+        }
+        top[r] = max_or_nan(even, odd);
+    }
+}
+
+// Bound of the tile's mass over this thread's groups of 8 keys, relative to the row maxima.
+__device__ __forceinline__ void thread_bounds(
+    const float (&s)[kScores], const RowState& rows, float scale_log2, const Sight (&sight)[2], float (&bound)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float base = finite_base(rows.maximum[r], scale_log2);
+        bound[r] = 0.f;
+#pragma unroll
+        for (int g = 0; g < kKeys / 32; ++g) {
+            float top = -kInfinity;
+            int count = 0;
+#pragma unroll
+            for (int n = 4 * g; n < 4 * g + 4; ++n) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int key = threadIdx.x % 4 * 2 + 8 * n + e;
+                    top = max_or_nan(top, s[4 * n + 2 * r + e]);
+                    count += key >= sight[r].low && key < sight[r].high;
+                }
+            }
+            bound[r] += count > 0 ? count * exp2_fast(__fmaf_rn(top, scale_log2, -base)) : 0.f;
+        }
+    }
+}
+
+// New row maxima; what O, sums and bounds so far must be multiplied with.
+__device__ __forceinline__ void raise_maxima(
+    RowState& rows, const float (&top)[2], float scale_log2, float (&rescale)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float now = max_or_nan(rows.maximum[r], quad_max(top[r]));
+        rescale[r] = exp2_fast(__fmaf_rn(rows.maximum[r], scale_log2, -finite_base(now, scale_log2)));
+        rows.maximum[r] = now;
+    }
+}
+
+// exp of the scores, as operand of P.V; the row sums.
+__device__ __forceinline__ void weigh(
+    float (&s)[kScores], RowState& rows, float scale_log2, const float (&rescale)[2], u32 (&weights)[kScores / 2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float base = finite_base(rows.maximum[r], scale_log2);
+        float even = 0.f, odd = 0.f;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+            float& a = s[4 * n + 2 * r];
+            float& b = s[4 * n + 2 * r + 1];
+            a = exp2_fast(__fmaf_rn(a, scale_log2, -base));
+            b = exp2_fast(__fmaf_rn(b, scale_log2, -base));
+            even += a;
+            odd += b;
+            weights[2 * n + r] = pack(a, b);
+        }
+        rows.sum[r] = __fmaf_rn(rows.sum[r], rescale[r], even + odd);
+#if MASS
+        rows.bound[r] *= rescale[r];
+#endif
+    }
+}
+
+__device__ __forceinline__ void scale_out(float (&o)[kOut], const float (&rescale)[2]) {
+#pragma unroll
+    for (int i = 0; i < kOut; ++i) o[i] *= rescale[i / 2 % 2];
+}
+
+// One query tile of a warpgroup.
+struct Consumer {
+    const Params& p;
+    Shared& shared;
+    const u32 keys, values;  // in shared memory
+    const int w;             // warpgroup among the consumers
+    const int row;           // first of this thread's two, in the query tile
+    u32 query;
+    Ring ring;               // place of the tile whose scores are complete
+    RowState rows;
+    float o[kOut];
+    float rescale[2];        // dense: of the tile whose maxima are in already
+    float cut;               // ln(threshold) in units of scores
+    int aligned;             // key position of this thread's first row
+    int sequence_keys;
+    int skipped;
+
+    __device__ __forceinline__ void release(u64* barrier) const {
+        if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(barrier));
+    }
+
+    // Scores of the tile at a place of the ring, issued; returns its description.
+    __device__ __forceinline__ int issue(float (&s)[kScores], const Ring& at, bool exists) {
+        int word = kLast | kEdge | kEdge << 1;  // nothing to see
+        if (exists) {
+            barrier_wait(shared_address(&shared.barriers.key_full[at.stage]), at.phase);
+            word = shared.tiles[at.stage];
+        }
+        issue_scores(s, matrix_descriptor(query, 0), matrix_descriptor(keys + at.stage * kKeyBytes, 0));
+        return word;
+    }
+
+    __device__ __forceinline__ u64 wait_values() const {
+        barrier_wait(shared_address(&shared.barriers.value_full[ring.stage]), ring.phase);
+        return matrix_descriptor(values + ring.stage * kValueBytes, kChunkBytes);
+    }
+
+    // Softcap and masks. Returns whether every row agrees to skip for want of visible keys (bit r: row r).
+    __device__ __forceinline__ int prepare(float (&s)[kScores], int word) {
+        cap_scores(p, s);
+        if (!(word & kEdge << w)) return 0;
+        const int first = (word >> kTileShift) * kKeys;
+        const bool active = word & kActive << w;
+        const Sight sight[2] = {{p, aligned, active ? sequence_keys : 0, first},
+                                {p, aligned + 8, active ? sequence_keys : 0, first}};
+        mask_scores(s, sight);
+        return (sight[0].nothing() || aligned >= sequence_keys ? 1 : 0) |
+               (sight[1].nothing() || aligned + 8 >= sequence_keys ? 2 : 0);
+    }
+
+    __device__ __forceinline__ void mark_kept(int word) const {
+        if (p.kept != nullptr && (word & kActive << w) && threadIdx.x % 128 == 0) {
+            const Work& work = shared.work[round % kWorkSlots];
+            const i64 head = static_cast<i64>(work.sequence) * p.num_heads + work.head;
+            p.kept[(head * p.query_tiles + 2 * work.block + w) * p.key_tiles + (word >> kTileShift)] = 1;
+        }
+    }
+
+    // The scores `now` of a tile are complete; on return those of the next are. Returns its description.
+    __device__ __forceinline__ int step(int word, float (&now)[kScores], float (&next)[kScores]) {
+        u32 weights[kScores / 2];
+        const bool last = word & kLast;
+        Ring after = ring;
+        after.next();
+        const int next_word = issue(next, after, !last);
+#if SKIP
+        const int absent = prepare(now, word);
+        float top[2];
+        thread_maxima(now, top);
+        bool agree = true;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) agree &= top[r] < rows.maximum[r] + cut || (absent & 1 << r);
+#if MASS
+        float share[2];
+        const int first = (word >> kTileShift) * kKeys;
+        const bool active = word & kActive << w;
+        const Sight sight[2] = {{p, aligned, active ? sequence_keys : 0, first},
+                                {p, aligned + 8, active ? sequence_keys : 0, first}};
+        thread_bounds(now, rows, p.scale_log2, sight, share);
+#endif
+#if BUDGET
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float before = quad_sum(rows.bound[r]) + quad_sum(share[r]);
+            agree &= before <= p.eps * quad_sum(rows.sum[r]) || (absent & 1 << r);
+        }
+#endif
+        const bool dead = named_all(kVoteBarrier + w, 128, agree);
+        if (!dead) {
+            float factor[2];
+            raise_maxima(rows, top, p.scale_log2, factor);
+            weigh(now, rows, p.scale_log2, factor, weights);
+            scale_out(o, factor);
+            const u64 place = wait_values();
+            issue_values(o, weights, place);
+            wgmma_wait<0>();
+        } else {
+            wgmma_wait<0>();
+        }
+        pin(o);
+        pin(next);
+        if (dead) {
+#if MASS
+            rows.bound[0] += share[0];
+            rows.bound[1] += share[1];
+#endif
+            skipped += (word & kActive << w) != 0;
+        } else {
+            mark_kept(word);
+        }
+        if (!last) release(&shared.barriers.key_empty[after.stage]);
+#else
+        // The maxima of `now` are in already.
+        if (p.group > 0) {
+        weigh(now, rows, p.scale_log2, rescale, weights);
+        scale_out(o, rescale);
+        const u64 place = wait_values();
+        issue_values(o, weights, place);
+        wgmma_wait<1>();
+        pin(next);
+        if (!last) release(&shared.barriers.key_empty[after.stage]);
+        look(next_word, next);
+        wgmma_wait<0>();
+        } else wgmma_wait<0>();
+        pin(o);
+#endif
+        release(&shared.barriers.value_empty[ring.stage]);
+        ring = after;
+        return next_word;
+    }
+
+    // Dense: masks and maxima of a tile.
+    __device__ __forceinline__ void look(int word, float (&s)[kScores]) {
+        prepare(s, word);
+        float top[2];
+        thread_maxima(s, top);
+        raise_maxima(rows, top, p.scale_log2, rescale);
+        mark_kept(word);
+    }
+
+    // All tiles of a query tile that has any.
+    __device__ __forceinline__ void attend() {
+        float even[kScores], odd[kScores];
+        int word = issue(even, ring, true);
+        wgmma_wait<0>();
+        pin(even);
+        release(&shared.barriers.key_empty[ring.stage]);
+#if !SKIP
+        look(word, even);
+#endif
+        while (true) {
+            bool last = word & kLast;
+            word = step(word, even, odd);
+            if (last) break;
+            last = word & kLast;
+            word = step(word, odd, even);
+            if (last) break;
+        }
+    }
+
+    u32 round = 0, query_phase = 0;  // works so far
+
+    // Write O of the query tile. O leaves through the place of Q, in the same swizzled layout; without Q (which
+    // may be the next already) it is all zeros.
+    __device__ __forceinline__ void store_out(const Work& work, const float (&inverse)[2]) {
+        const int thread = threadIdx.x % 128, row_first = (2 * work.block + w) * kRows;
+        if (work.count > 0) {
+            named_sync(kVoteBarrier + w, 128);  // all warps are done with Q
+#pragma unroll
+            for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int at = row + 8 * r;
+                    const u32 both = pack(o[4 * n + 2 * r] * inverse[r], o[4 * n + 2 * r + 1] * inverse[r]);
+                    const u32 target =
+                        query + n / 8 * kChunkBytes + at * 128 + ((n % 8) ^ (at % 8)) * 16 + thread % 4 * 4;
+                    asm volatile("st.shared.b32 [%0], %1;" ::"r"(target), "r"(both) : "memory");
+                }
+            }
+            named_sync(kVoteBarrier + w, 128);
+        }
+        constexpr int kPieces = HEAD_DIM_V / 8;  // of 16 bytes in a row
+        u8* out = static_cast<u8*>(p.out) +
+                  2 * ((p.cu_q != nullptr ? 0 : work.sequence * p.out_stride_b) + work.head * p.out_stride_h);
+#pragma unroll 4
+        for (int i = thread; i < kRows * kPieces; i += 128) {
+            const int at = i / kPieces, n = i % kPieces;
+            if (row_first + at < work.rows) {
+                u32 x = 0, y = 0, z = 0, u = 0;
+                const u32 source = query + n / 8 * kChunkBytes + at * 128 + ((n % 8) ^ (at % 8)) * 16;
+                if (work.count > 0) {
+                    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                                 : "=r"(x), "=r"(y), "=r"(z), "=r"(u)
+                                 : "r"(source));
+                }
+                u8* target = out + 2 * ((work.row_base + row_first + at) * p.out_stride_s + n * 8);
+                asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(x), "r"(y), "r"(z), "r"(u)
+                             : "memory");
+            }
+        }
+        if (work.count > 0) {
+            async_proxy_fence();  // reads before the next Q arrives
+            __syncwarp();
+            release(&shared.barriers.query_empty);
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        const int lane = threadIdx.x % 32;
+        while (true) {
+            barrier_wait(shared_address(&shared.barriers.work_full[round % kWorkSlots]), round / kWorkSlots % 2);
+            const Work& work = shared.work[round % kWorkSlots];
+            if (work.sequence < 0) return;
+            const int row_first = (2 * work.block + w) * kRows;
+            aligned = row_first + row + work.keys - work.rows;
+            sequence_keys = work.keys;
+            skipped = 0;
+            {
+                const float sink = p.sinks != nullptr ? p.sinks[work.head] : -kInfinity;
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    rows.maximum[r] = sink / p.unit;
+                    rows.sum[r] = sink > -kInfinity && lane % 4 == 0 ? 1.f : 0.f;
+                    rows.bound[r] = 0.f;
+                }
+            }
+#if SKIP
+            const float threshold = p.threshold[static_cast<i64>(work.sequence) * p.threshold_stride];
+            cut = threshold > 0.f ? logf(fminf(threshold, 1.f)) / p.unit : -kInfinity;
+#endif
+#pragma unroll
+            for (int i = 0; i < kOut; ++i) o[i] = 0.f;
+            if (work.count > 0) {
+                barrier_wait(shared_address(&shared.barriers.query_full), query_phase);
+                query_phase ^= 1;
+                attend();
+            }
+            if (p.visited != nullptr && threadIdx.x % 128 == 0) {
+                const i64 head = static_cast<i64>(work.sequence) * p.num_heads + work.head;
+                atomicAdd(reinterpret_cast<u64*>(p.visited + head), static_cast<u64>(work.last[w] - work.first[w] + 1));
+                atomicAdd(reinterpret_cast<u64*>(p.skipped + head), static_cast<u64>(skipped));
+            }
+            float inverse[2];
+            const float sink = p.sinks != nullptr ? p.sinks[work.head] : -kInfinity;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float sum = quad_sum(rows.sum[r]);
+                inverse[r] = sum == 0.f ? 0.f : 1.f / sum;
+                const int at = row_first + row + 8 * r;
+                const i64 place = (p.cu_q != nullptr ? 0 : work.sequence * p.lse_stride_b) +
+                                  work.head * p.lse_stride_h + work.row_base + at;
+                float lse = sum == 0.f ? -kInfinity : __fmaf_rn(rows.maximum[r], p.unit, logf(sum));
+                if (sum == 1.f && rows.maximum[r] == sink / p.unit) lse = sink;
+                if (lane % 4 == 0 && at < work.rows) p.lse[place] = lse;
+#if MASS
+                const float bound = quad_sum(rows.bound[r]);
+                if (p.mass != nullptr && lane % 4 == 0 && at < work.rows) {
+                    p.mass[place] = bound == 0.f ? 0.f : bound / (bound + sum);
+                }
+#endif
+            }
+            store_out(work, inverse);
+            __syncwarp();
+            asm volatile("" : "+r"(round));  // its address is cheaper to find again than to keep in a register
+            release(&shared.barriers.work_empty[round % kWorkSlots]);
+            ++round;
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(384, 1) prefill(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) u8 memory[];
+    const u32 query = shared_address(memory);
+    const u32 keys = query + kQueryBytes;
+    const u32 values = keys + kStages * kKeyBytes;
+    Shared& shared = *reinterpret_cast<Shared*>(memory + kQueryBytes + kStages * (kKeyBytes + kValueBytes));
+    Barriers& barriers = shared.barriers;
+    if (threadIdx.x == 0) {
+        if (query % 1024 != 0) __trap();
+        for (int i = 0; i < kStages; ++i) {
+            barrier_init(shared_address(&barriers.key_full[i]), 1);
+            barrier_init(shared_address(&barriers.key_empty[i]), 8);
+            barrier_init(shared_address(&barriers.value_full[i]), 1);
+            barrier_init(shared_address(&barriers.value_empty[i]), 8);
+        }
+        barrier_init(shared_address(&barriers.value_raw), 1);
+        barrier_init(shared_address(&barriers.query_full), 1);
+        barrier_init(shared_address(&barriers.query_empty), 8);
+        for (int i = 0; i < kWorkSlots; ++i) {
+            barrier_init(shared_address(&barriers.work_full[i]), 1);
+            barrier_init(shared_address(&barriers.work_empty[i]), 8);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        registers_down<24>();
+        if (threadIdx.x < 32) produce(p, shared, query, keys, values);
+    } else {
+        registers_up<240>();
+        const int w = threadIdx.x / 128 - 1;
+        const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+        Consumer{p, shared, keys, values, w, row, query + w * kRows * kChunk * 2}.run();
+    }
+}
