@@ -1,7 +1,7 @@
 // Prefill on Hopper: a CTA owns 128 query rows of one head, two consumer warpgroups of 64 rows each.
 //
-// Work of a CTA (persistent; work comes from a ticket counter, longest first): one producer warp fetches Q, then
-// K and V tiles of 128 keys through TMA into rings of kStages; each consumer warpgroup visits the tiles in the
+// Work of a CTA (persistent; work comes from a ticket counter, longest first): one producer warp fetches Q and K,
+// one V, in tiles of 128 keys through TMA into rings of kStages; each consumer warpgroup visits the tiles in the
 // order of the rule (first tile, then from the last leftwards). Scores are double buffered: while the tensor
 // cores compute Q.K^T of the next tile, the warpgroup looks at the scores of this one. Skipping build: maxima,
 // one vote of the 128 threads, and only for a kept tile exp, row sum and P.V. Nothing is in flight where
@@ -11,6 +11,16 @@
 // 2 x 64, row state. Compile-time: HEAD_DIM, HEAD_DIM_V (64, 96, 128), BF16, SKIP, MASS, BUDGET, SOFTCAP, PAGED,
 // STAGES. What is computed: docs/method.md.
 #include "ptx.cuh"
+
+#ifndef LOOK
+#define LOOK 1
+#endif
+#ifndef PINGPONG
+#define PINGPONG 0
+#endif
+#ifndef NOV
+#define NOV 0
+#endif
 
 namespace {
 
@@ -33,6 +43,7 @@ static_assert(kChunksV <= kChunksK, "O leaves through the place of Q");
 
 // Named barriers: 0 is __syncthreads.
 constexpr int kVoteBarrier = 1;  // + warpgroup
+constexpr int kTurnBarrier = 3;  // + warpgroup
 
 struct Barriers {
     u64 key_full[kStages], key_empty[kStages];
@@ -57,6 +68,7 @@ struct Work {
     int rows;       // of the sequence
     int key_base;   // where its keys begin in k
     int keys;
+    int kv_head;
 
     // Which key tiles the two query tiles of the block visit, and in which order.
     int first[2], last[2];           // of each query tile; last = -1: none
@@ -65,6 +77,7 @@ struct Work {
     int extra;                       // 1: the lower query tile starts one tile later, which is fetched second
     int end;                         // tile visited after these
     int count;                       // tiles to visit
+    int plain_from, plain_to;        // tiles that both query tiles visit in turn and see whole
 
     __device__ __forceinline__ void plan(int window_left, int window_right) {
         const int shift = keys - rows;
@@ -85,16 +98,13 @@ struct Work {
         end = max(last[0], last[1]);
         extra = sees0 && sees1 && first[1] != first[0];
         count = sees0 || sees1 ? 1 + extra + end - start : 0;
-    }
-
-    __device__ __forceinline__ int tile(int position) const {
-        return position == 0 ? start : extra && position == 1 ? start + 1 : end + 1 + extra - position;
+        plain_from = max(max(first[0], first[1]) + 1, (max(max(whole_from[0], whole_from[1]), 0) + kKeys - 1) / kKeys);
+        plain_to = min(min(last[0], last[1]) + 1, min(whole_to[0], whole_to[1]) / kKeys);
     }
 
     // For the consumers: tile and flags.
-    __device__ __forceinline__ int describe(int position) const {
-        const int t = tile(position);
-        int word = t << kTileShift | (position + 1 == count ? kLast : 0);
+    __device__ __forceinline__ int describe(int position, int t, bool is_last) const {
+        int word = t << kTileShift | (is_last ? kLast : 0);
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
             const bool active = position == 0            ? last[w] >= 0 && first[w] == start
@@ -104,6 +114,23 @@ struct Work {
             word |= (active ? kActive << w : 0) | (whole ? 0 : kEdge << w);
         }
         return word;
+    }
+};
+
+// The tiles of a work in their order.
+struct Order {
+    int left, tile;
+    int lead;  // tiles before the walk from right to left
+
+    __device__ __forceinline__ explicit Order(const Work& work)
+        : left(work.count), tile(work.start), lead(1 + work.extra) {}
+    __device__ __forceinline__ void next(const Work& work) {
+        --left;
+        if (lead == 0) {
+            --tile;
+        } else {
+            tile = --lead == 0 ? work.end : tile + 1;
+        }
     }
 };
 
@@ -174,6 +201,7 @@ __device__ __forceinline__ void find_work(const Params& p, int number, Work& wor
     const int slot = p.blocks - 1 - rest / p.section;
     const int outer = section * p.section + rest % p.section;
     work.head = outer % p.num_heads;
+    work.kv_head = work.head / p.group;
     work.block = slot;
     work.key_base = 0;
     work.keys = p.seqlen_k;
@@ -205,37 +233,47 @@ __device__ __forceinline__ void find_work(const Params& p, int number, Work& wor
     }
 }
 
-// Fetch one tile of K or V; the warp works together. Returns the bytes that will arrive.
+// One sequence's K or V of one head, fetched by one warp together.
 template <int kChunks>
-__device__ __forceinline__ void load_tile(
-    const Params& p, const TensorMap* map, const Work& work, int tile, u32 target, u32 barrier) {
-    const int lane = threadIdx.x % 32;
-    const int kv_head = work.head / p.group;
-    const int first = tile * kKeys;
+struct Source {
+    const Params& p;
+    const TensorMap* map;
+    const Work& work;
+
+    __device__ __forceinline__ Source(const Params& p, const TensorMap* map, const Work& work)
+        : p(p), map(map), work(work) {}
+
+    // A tile into shared memory; the barrier gets its bytes and one arrival.
+    __device__ __forceinline__ void load(int tile, u32 target, u32 barrier) const {
+        const int lane = threadIdx.x % 32;
+        const int first = tile * kKeys;
+        const int kv_head = work.kv_head;
 #if PAGED
-    const int rows = min(p.page_size, kKeys);  // of a box
-    const int boxes = (min(work.keys - first, kKeys) + rows - 1) / rows;
-    if (lane == 0) barrier_expect(barrier, boxes * rows * kChunk * 2 * kChunks);
-    __syncwarp();
-    for (int i = lane; i < boxes * kChunks; i += 32) {
-        const int box = i / kChunks, chunk = i % kChunks;
-        const int slot = first + box * rows;
-        const int page = p.table[static_cast<i64>(work.sequence) * p.table_stride + slot / p.page_size];
-        tma_load(target + chunk * kChunkBytes + box * rows * kChunk * 2, map, barrier, chunk * kChunk,
-                 slot % p.page_size, kv_head, page);
-    }
-#else
-    if (lane == 0) {
-        barrier_expect(barrier, kChunks * kChunkBytes);
-        const int w = p.cu_k != nullptr ? 0 : work.sequence;
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-            tma_load(target + chunk * kChunkBytes, map, barrier, chunk * kChunk, work.key_base + first, kv_head, w);
+        const int rows = min(p.page_size, kKeys);  // of a box
+        const int boxes = (min(work.keys - first, kKeys) + rows - 1) / rows;
+        if (lane == 0) barrier_expect(barrier, boxes * rows * kChunk * 2 * kChunks);
+        __syncwarp();
+        for (int i = lane; i < boxes * kChunks; i += 32) {
+            const int box = i / kChunks, chunk = i % kChunks;
+            const int slot = first + box * rows;
+            const int page = p.table[static_cast<i64>(work.sequence) * p.table_stride + slot / p.page_size];
+            tma_load(target + chunk * kChunkBytes + box * rows * kChunk * 2, map, barrier, chunk * kChunk,
+                     slot % p.page_size, kv_head, page);
         }
-    }
+#else
+        const int row = work.key_base + first;
+        const int sequence = p.cu_k != nullptr ? 0 : work.sequence;
+        if (lane == 0) {
+            barrier_expect(barrier, kChunks * kChunkBytes);
+#pragma unroll
+            for (int chunk = 0; chunk < kChunks; ++chunk) {
+                tma_load(target + chunk * kChunkBytes, map, barrier, chunk * kChunk, row, kv_head, sequence);
+            }
+        }
 #endif
-    __syncwarp();
-}
+        __syncwarp();
+    }
+};
 
 // Values beyond the sequence become 0: 0 x NaN would reach every row.
 __device__ __forceinline__ void clear_values(u32 target, int from) {
@@ -252,30 +290,25 @@ __device__ __forceinline__ void clear_values(u32 target, int from) {
     __syncwarp();
 }
 
-__device__ __forceinline__ void produce(const Params& p, Shared& shared, u32 query, u32 keys, u32 values) {
+// One warp: hands out work, fetches Q and K.
+__device__ __forceinline__ void produce_keys(const Params& p, Shared& shared, u32 query, u32 keys) {
     const int lane = threadIdx.x % 32;
     Barriers& barriers = shared.barriers;
-    Ring key_ring, value_ring;
-    u32 raw_phase = 0, query_phase = 0;
-    int slot = 0;
-    u32 slot_phase = 0;
+    Ring ring;
+    u32 query_phase = 0, round = 0;
     while (true) {
         int number = 0;
         if (lane == 0) number = atomicAdd(p.ticket, 1);
-        number = __shfl_sync(0xFFFFFFFF, number, 0);
-        barrier_wait(shared_address(&barriers.work_empty[slot]), slot_phase ^ 1);
-        Work& work = shared.work[slot];
+        barrier_wait(shared_address(&barriers.work_empty[round % kWorkSlots]), round / kWorkSlots % 2 ^ 1);
+        Work& work = shared.work[round % kWorkSlots];
         if (lane == 0) {
             find_work(p, number, work);
             if (work.sequence >= 0) work.plan(p.window_left, p.window_right);
         }
         __syncwarp();
         if (work.sequence >= 0 && work.block * 2 * kRows >= work.rows) continue;  // a slot without rows
-        if (lane == 0) barrier_arrive(shared_address(&barriers.work_full[slot]));
-        if (++slot == kWorkSlots) {
-            slot = 0;
-            slot_phase ^= 1;
-        }
+        if (lane == 0) barrier_arrive(shared_address(&barriers.work_full[round % kWorkSlots]));
+        ++round;
         if (work.sequence < 0) return;
         if (work.count == 0) continue;
         barrier_wait(shared_address(&barriers.query_empty), query_phase ^ 1);
@@ -291,35 +324,53 @@ __device__ __forceinline__ void produce(const Params& p, Shared& shared, u32 que
             }
         }
         __syncwarp();
-        for (int i = 0; i <= work.count; ++i) {
-            if (i < work.count) {
-                barrier_wait(shared_address(&barriers.key_empty[key_ring.stage]), key_ring.phase ^ 1);
-                if (lane == 0) shared.tiles[key_ring.stage] = work.describe(i);
-                load_tile<kChunksK>(p, &p.k, work, work.tile(i), keys + key_ring.stage * kKeyBytes,
-                                    shared_address(&barriers.key_full[key_ring.stage]));
-                key_ring.next();
+        const Source<kChunksK> source(p, &p.k, work);
+        const int plain_from = work.plain_from, plain_to = work.plain_to;
+        for (Order order(work); order.left > 0; order.next(work), ring.next()) {
+            int word = order.tile << kTileShift | kActive | kActive << 1 | (order.left == 1 ? kLast : 0);
+            if (order.lead > 0 || order.tile < plain_from || order.tile >= plain_to) {
+                word = work.describe(work.count - order.left, order.tile, order.left == 1);
             }
-            if (i > 0) {
-                const int tile = work.tile(i - 1);
-                const u32 full = shared_address(&barriers.value_full[value_ring.stage]);
-                const u32 target = values + value_ring.stage * kValueBytes;
-                barrier_wait(shared_address(&barriers.value_empty[value_ring.stage]), value_ring.phase ^ 1);
-                // Consumers give back what they skip without waiting for it: the last load must be over.
-                barrier_wait(full, value_ring.phase ^ 1);
-                const int left = work.keys - tile * kKeys;
-                if (p.guard_values && left < kKeys) {
-                    const u32 raw = shared_address(&barriers.value_raw);
-                    load_tile<kChunksV>(p, &p.v, work, tile, target, raw);
-                    barrier_wait(raw, raw_phase);
-                    raw_phase ^= 1;
-                    clear_values(target, left);
-                    if (lane == 0) barrier_arrive(full);
-                } else {
-                    load_tile<kChunksV>(p, &p.v, work, tile, target, full);
-                }
-                value_ring.next();
+            barrier_wait(shared_address(&barriers.key_empty[ring.stage]), ring.phase ^ 1);
+            if (lane == 0) shared.tiles[ring.stage] = word;
+            source.load(order.tile, keys + ring.stage * kKeyBytes, shared_address(&barriers.key_full[ring.stage]));
+        }
+    }
+}
+
+// One warp: fetches V.
+__device__ __forceinline__ void produce_values(const Params& p, Shared& shared, u32 values) {
+    const int lane = threadIdx.x % 32;
+    Barriers& barriers = shared.barriers;
+    Ring ring;
+    u32 raw_phase = 0;
+    for (u32 round = 0;; ++round) {
+        barrier_wait(shared_address(&barriers.work_full[round % kWorkSlots]), round / kWorkSlots % 2);
+        const Work& work = shared.work[round % kWorkSlots];
+        if (work.sequence < 0) return;
+        const Source<kChunksV> source(p, &p.v, work);
+        for (Order order(work); order.left > 0; order.next(work), ring.next()) {
+            const u32 full = shared_address(&barriers.value_full[ring.stage]);
+            const u32 target = values + ring.stage * kValueBytes;
+            barrier_wait(shared_address(&barriers.value_empty[ring.stage]), ring.phase ^ 1);
+            // Consumers give back what they skip without waiting for it: the last load must be over.
+            barrier_wait(full, ring.phase ^ 1);
+            const int left = work.keys - order.tile * kKeys;
+            if (p.guard_values && left < kKeys) {
+                const u32 raw = shared_address(&barriers.value_raw);
+                source.load(order.tile, target, raw);
+                barrier_wait(raw, raw_phase);
+                raw_phase ^= 1;
+                clear_values(target, left);
+                if (lane == 0) barrier_arrive(full);
+            } else if (NOV) {
+                if (lane == 0) barrier_arrive(full);
+            } else {
+                source.load(order.tile, target, full);
             }
         }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&barriers.work_empty[round % kWorkSlots]));
     }
 }
 
@@ -497,7 +548,8 @@ struct Consumer {
     Ring ring;               // place of the tile whose scores are complete
     RowState rows;
     float o[kOut];
-    float rescale[2];        // dense: of the tile whose maxima are in already
+    float top[2];            // maxima of a tile over this thread's keys
+    int absent;              // bit r: row r agrees to skip it for want of visible keys
     float cut;               // ln(threshold) in units of scores
     int aligned;             // key position of this thread's first row
     int sequence_keys;
@@ -544,17 +596,43 @@ struct Consumer {
         }
     }
 
-    // The scores `now` of a tile are complete; on return those of the next are. Returns its description.
-    __device__ __forceinline__ int step(int word, float (&now)[kScores], float (&next)[kScores]) {
+    __device__ __forceinline__ void take_turn() const {
+#if PINGPONG
+        named_sync(kTurnBarrier + w, 256);
+#endif
+    }
+    __device__ __forceinline__ void pass_turn() const {
+#if PINGPONG
+        named_arrive(kTurnBarrier + 1 - w, 256);
+#endif
+    }
+
+    // Softcap, masks and maxima of a tile.
+    __device__ __forceinline__ void look(int word, float (&s)[kScores]) {
+        absent = prepare(s, word);
+        thread_maxima(s, top);
+    }
+
+    __device__ __forceinline__ void absorb(float (&now)[kScores]) {
         u32 weights[kScores / 2];
+        float factor[2];
+        raise_maxima(rows, top, p.scale_log2, factor);
+        weigh(now, rows, p.scale_log2, factor, weights);
+        scale_out(o, factor);
+        const u64 place = wait_values();
+        issue_values(o, weights, place);
+    }
+
+    // The scores `now` of a tile are complete; on return those of the next are. Returns its description.
+    // LOOK: also their maxima are found already (on entry, and on return).
+    __device__ __forceinline__ int step(int word, float (&now)[kScores], float (&next)[kScores]) {
         const bool last = word & kLast;
         Ring after = ring;
         after.next();
+        take_turn();
         const int next_word = issue(next, after, !last);
+        if (!LOOK) look(word, now);
 #if SKIP
-        const int absent = prepare(now, word);
-        float top[2];
-        thread_maxima(now, top);
         bool agree = true;
 #pragma unroll
         for (int r = 0; r < 2; ++r) agree &= top[r] < rows.maximum[r] + cut || (absent & 1 << r);
@@ -574,16 +652,27 @@ struct Consumer {
         }
 #endif
         const bool dead = named_all(kVoteBarrier + w, 128, agree);
+#else
+        const bool dead = p.group <= 0;  // never; without a branch ptxas (13.0, 13.5) finds too few registers
+#endif
         if (!dead) {
-            float factor[2];
-            raise_maxima(rows, top, p.scale_log2, factor);
-            weigh(now, rows, p.scale_log2, factor, weights);
-            scale_out(o, factor);
-            const u64 place = wait_values();
-            issue_values(o, weights, place);
+            absorb(now);
+            pass_turn();
+            if (LOOK) {
+                wgmma_wait<1>();
+                pin(next);
+                if (!last) release(&shared.barriers.key_empty[after.stage]);
+                look(next_word, next);
+            }
             wgmma_wait<0>();
         } else {
+            pass_turn();
             wgmma_wait<0>();
+            if (LOOK) {
+                pin(next);
+                if (!last) release(&shared.barriers.key_empty[after.stage]);
+                look(next_word, next);
+            }
         }
         pin(o);
         pin(next);
@@ -596,34 +685,10 @@ struct Consumer {
         } else {
             mark_kept(word);
         }
-        if (!last) release(&shared.barriers.key_empty[after.stage]);
-#else
-        // The maxima of `now` are in already.
-        if (p.group > 0) {
-        weigh(now, rows, p.scale_log2, rescale, weights);
-        scale_out(o, rescale);
-        const u64 place = wait_values();
-        issue_values(o, weights, place);
-        wgmma_wait<1>();
-        pin(next);
-        if (!last) release(&shared.barriers.key_empty[after.stage]);
-        look(next_word, next);
-        wgmma_wait<0>();
-        } else wgmma_wait<0>();
-        pin(o);
-#endif
+        if (!LOOK && !last) release(&shared.barriers.key_empty[after.stage]);
         release(&shared.barriers.value_empty[ring.stage]);
         ring = after;
         return next_word;
-    }
-
-    // Dense: masks and maxima of a tile.
-    __device__ __forceinline__ void look(int word, float (&s)[kScores]) {
-        prepare(s, word);
-        float top[2];
-        thread_maxima(s, top);
-        raise_maxima(rows, top, p.scale_log2, rescale);
-        mark_kept(word);
     }
 
     // All tiles of a query tile that has any.
@@ -633,9 +698,7 @@ struct Consumer {
         wgmma_wait<0>();
         pin(even);
         release(&shared.barriers.key_empty[ring.stage]);
-#if !SKIP
-        look(word, even);
-#endif
+        if (LOOK) look(word, even);
         while (true) {
             bool last = word & kLast;
             word = step(word, even, odd);
@@ -778,17 +841,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(const __grid_consta
         barrier_init(shared_address(&barriers.query_empty), 8);
         for (int i = 0; i < kWorkSlots; ++i) {
             barrier_init(shared_address(&barriers.work_full[i]), 1);
-            barrier_init(shared_address(&barriers.work_empty[i]), 8);
+            barrier_init(shared_address(&barriers.work_empty[i]), 9);
         }
         barrier_init_fence();
     }
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_down<24>();
-        if (threadIdx.x < 32) produce(p, shared, query, keys, values);
+        if (threadIdx.x < 32) {
+            produce_keys(p, shared, query, keys);
+        } else if (threadIdx.x < 64) {
+            produce_values(p, shared, values);
+        }
     } else {
         registers_up<240>();
         const int w = threadIdx.x / 128 - 1;
+#if PINGPONG
+        if (w == 1) named_arrive(kTurnBarrier, 256);
+#endif
         const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
         Consumer{p, shared, keys, values, w, row, query + w * kRows * kChunk * 2}.run();
     }
