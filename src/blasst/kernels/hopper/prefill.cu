@@ -12,11 +12,8 @@
 // STAGES. What is computed: docs/method.md.
 #include "ptx.cuh"
 
-#ifndef LOOK
-#define LOOK 1
-#endif
-#ifndef PINGPONG
-#define PINGPONG 0
+#ifndef PARTS
+#define PARTS 1
 #endif
 #ifndef NOV
 #define NOV 0
@@ -29,6 +26,7 @@ constexpr int kKeys = 128;   // of a key tile
 constexpr int kChunk = 64;   // elements of a row that are contiguous in shared memory (128 bytes)
 constexpr int kStages = STAGES;
 constexpr int kWorkSlots = 2;
+constexpr int kParts = PARTS;  // of a kept tile: P.V of one runs while exp of the next is computed
 constexpr int kChunksK = (HEAD_DIM + kChunk - 1) / kChunk;
 constexpr int kChunksV = (HEAD_DIM_V + kChunk - 1) / kChunk;
 constexpr u32 kChunkBytes = 128 * kChunk * 2;
@@ -39,11 +37,8 @@ constexpr int kOut = HEAD_DIM_V / 2;  // registers of O
 constexpr int kScores = kKeys / 2;    // registers of the scores of one tile
 #define kInfinity __int_as_float(0x7F800000)
 
-static_assert(kChunksV <= kChunksK, "O leaves through the place of Q");
-
 // Named barriers: 0 is __syncthreads.
 constexpr int kVoteBarrier = 1;  // + warpgroup
-constexpr int kTurnBarrier = 3;  // + warpgroup
 
 struct Barriers {
     u64 key_full[kStages], key_empty[kStages];
@@ -409,17 +404,6 @@ __device__ __forceinline__ void issue_scores(float (&s)[kScores], u64 query, u64
     wgmma_commit();
 }
 
-// P.V of a tile, issued.
-__device__ __forceinline__ void issue_values(float (&o)[kOut], const u32 (&weights)[kScores / 2], u64 values) {
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kKeys / 16; ++i) {
-        wgmma_rs<HEAD_DIM_V>(o, weights[4 * i], weights[4 * i + 1], weights[4 * i + 2], weights[4 * i + 3],
-                             values + ((i * 16 * kChunk * 2) >> 4));
-    }
-    wgmma_commit();
-}
-
 __device__ __forceinline__ void cap_scores(const Params& p, float (&s)[kScores]) {
 #if SOFTCAP
 #pragma unroll
@@ -508,30 +492,6 @@ __device__ __forceinline__ void raise_maxima(
     }
 }
 
-// exp of the scores, as operand of P.V; the row sums.
-__device__ __forceinline__ void weigh(
-    float (&s)[kScores], RowState& rows, float scale_log2, const float (&rescale)[2], u32 (&weights)[kScores / 2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const float base = finite_base(rows.maximum[r], scale_log2);
-        float even = 0.f, odd = 0.f;
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-            float& a = s[4 * n + 2 * r];
-            float& b = s[4 * n + 2 * r + 1];
-            a = exp2_fast(__fmaf_rn(a, scale_log2, -base));
-            b = exp2_fast(__fmaf_rn(b, scale_log2, -base));
-            even += a;
-            odd += b;
-            weights[2 * n + r] = pack(a, b);
-        }
-        rows.sum[r] = __fmaf_rn(rows.sum[r], rescale[r], even + odd);
-#if MASS
-        rows.bound[r] *= rescale[r];
-#endif
-    }
-}
-
 __device__ __forceinline__ void scale_out(float (&o)[kOut], const float (&rescale)[2]) {
 #pragma unroll
     for (int i = 0; i < kOut; ++i) o[i] *= rescale[i / 2 % 2];
@@ -543,29 +503,27 @@ struct Consumer {
     Shared& shared;
     const u32 keys, values;  // in shared memory
     const int w;             // warpgroup among the consumers
-    const int row;           // first of this thread's two, in the query tile
     u32 query;
     Ring ring;               // place of the tile whose scores are complete
     RowState rows;
     float o[kOut];
     float top[2];            // maxima of a tile over this thread's keys
-    int absent;              // bit r: row r agrees to skip it for want of visible keys
     float cut;               // ln(threshold) in units of scores
-    int aligned;             // key position of this thread's first row
-    int sequence_keys;
     int skipped;
+    bool dead;               // the tile that was decided last
+#if MASS
+    float share[2];          // its bound
+#endif
+    u32 round = 0, query_phase = 0;  // works so far
 
     __device__ __forceinline__ void release(u64* barrier) const {
         if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(barrier));
     }
 
     // Scores of the tile at a place of the ring, issued; returns its description.
-    __device__ __forceinline__ int issue(float (&s)[kScores], const Ring& at, bool exists) {
-        int word = kLast | kEdge | kEdge << 1;  // nothing to see
-        if (exists) {
-            barrier_wait(shared_address(&shared.barriers.key_full[at.stage]), at.phase);
-            word = shared.tiles[at.stage];
-        }
+    __device__ __forceinline__ int issue(float (&s)[kScores], const Ring& at) {
+        barrier_wait(shared_address(&shared.barriers.key_full[at.stage]), at.phase);
+        const int word = __shfl_sync(0xFFFFFFFF, shared.tiles[at.stage], 0);
         issue_scores(s, matrix_descriptor(query, 0), matrix_descriptor(keys + at.stage * kKeyBytes, 0));
         return word;
     }
@@ -575,74 +533,46 @@ struct Consumer {
         return matrix_descriptor(values + ring.stage * kValueBytes, kChunkBytes);
     }
 
-    // Softcap and masks. Returns whether every row agrees to skip for want of visible keys (bit r: row r).
-    __device__ __forceinline__ int prepare(float (&s)[kScores], int word) {
-        cap_scores(p, s);
-        if (!(word & kEdge << w)) return 0;
-        const int first = (word >> kTileShift) * kKeys;
-        const bool active = word & kActive << w;
-        const Sight sight[2] = {{p, aligned, active ? sequence_keys : 0, first},
-                                {p, aligned + 8, active ? sequence_keys : 0, first}};
-        mask_scores(s, sight);
-        return (sight[0].nothing() || aligned >= sequence_keys ? 1 : 0) |
-               (sight[1].nothing() || aligned + 8 >= sequence_keys ? 2 : 0);
-    }
-
     __device__ __forceinline__ void mark_kept(int word) const {
         if (p.kept != nullptr && (word & kActive << w) && threadIdx.x % 128 == 0) {
-            const Work& work = shared.work[round % kWorkSlots];
-            const i64 head = static_cast<i64>(work.sequence) * p.num_heads + work.head;
-            p.kept[(head * p.query_tiles + 2 * work.block + w) * p.key_tiles + (word >> kTileShift)] = 1;
+            const i64 head = static_cast<i64>(work().sequence) * p.num_heads + work().head;
+            p.kept[(head * p.query_tiles + 2 * work().block + w) * p.key_tiles + (word >> kTileShift)] = 1;
         }
     }
 
-    __device__ __forceinline__ void take_turn() const {
-#if PINGPONG
-        named_sync(kTurnBarrier + w, 256);
-#endif
-    }
-    __device__ __forceinline__ void pass_turn() const {
-#if PINGPONG
-        named_arrive(kTurnBarrier + 1 - w, 256);
-#endif
+    __device__ __forceinline__ const Work& work() const { return shared.work[round % kWorkSlots]; }
+
+    // First of this thread's two rows, in the query tile.
+    static __device__ __forceinline__ int row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
+
+    // Position of a row on the key axis.
+    __device__ __forceinline__ int aligned(int r) const {
+        return (2 * work().block + w) * kRows + row() + 8 * r + work().keys - work().rows;
     }
 
-    // Softcap, masks and maxima of a tile.
-    __device__ __forceinline__ void look(int word, float (&s)[kScores]) {
-        absent = prepare(s, word);
+    // Keys of a tile that a row sees.
+    __device__ __forceinline__ Sight sight(int word, int r) const {
+        return Sight(p, aligned(r), word & kActive << w ? work().keys : 0, (word >> kTileShift) * kKeys);
+    }
+
+    // Softcap, masks, maxima and the vote of a tile whose scores are complete.
+    __device__ __forceinline__ void decide(int word, float (&s)[kScores]) {
+        cap_scores(p, s);
+        int absent = 0;  // bit r: row r does not exist or sees nothing here
+        if (__builtin_expect(word & kEdge << w, 0)) {
+            const Sight sights[2] = {sight(word, 0), sight(word, 1)};
+            mask_scores(s, sights);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) absent |= (sights[r].nothing() || aligned(r) >= work().keys) << r;
+        }
         thread_maxima(s, top);
-    }
-
-    __device__ __forceinline__ void absorb(float (&now)[kScores]) {
-        u32 weights[kScores / 2];
-        float factor[2];
-        raise_maxima(rows, top, p.scale_log2, factor);
-        weigh(now, rows, p.scale_log2, factor, weights);
-        scale_out(o, factor);
-        const u64 place = wait_values();
-        issue_values(o, weights, place);
-    }
-
-    // The scores `now` of a tile are complete; on return those of the next are. Returns its description.
-    // LOOK: also their maxima are found already (on entry, and on return).
-    __device__ __forceinline__ int step(int word, float (&now)[kScores], float (&next)[kScores]) {
-        const bool last = word & kLast;
-        Ring after = ring;
-        after.next();
-        take_turn();
-        const int next_word = issue(next, after, !last);
-        if (!LOOK) look(word, now);
 #if SKIP
         bool agree = true;
 #pragma unroll
         for (int r = 0; r < 2; ++r) agree &= top[r] < rows.maximum[r] + cut || (absent & 1 << r);
 #if MASS
-        float share[2];
-        const int first = (word >> kTileShift) * kKeys;
-        const bool active = word & kActive << w;
-        const Sight sight[2] = {{p, aligned, active ? sequence_keys : 0, first},
-                                {p, aligned + 8, active ? sequence_keys : 0, first}};
-        thread_bounds(now, rows, p.scale_log2, sight, share);
+        const Sight sights[2] = {sight(word, 0), sight(word, 1)};
+        thread_bounds(s, rows, p.scale_log2, sights, share);
 #endif
 #if BUDGET
 #pragma unroll
@@ -651,31 +581,14 @@ struct Consumer {
             agree &= before <= p.eps * quad_sum(rows.sum[r]) || (absent & 1 << r);
         }
 #endif
-        const bool dead = named_all(kVoteBarrier + w, 128, agree);
+        dead = __all_sync(0xFFFFFFFF, named_all(kVoteBarrier + w, 128, agree));  // known to be uniform
 #else
-        const bool dead = p.group <= 0;  // never; without a branch ptxas (13.0, 13.5) finds too few registers
+        dead = p.group <= 0;  // never; but without a branch ptxas 13.0 to 13.5 finds too few registers
 #endif
-        if (!dead) {
-            absorb(now);
-            pass_turn();
-            if (LOOK) {
-                wgmma_wait<1>();
-                pin(next);
-                if (!last) release(&shared.barriers.key_empty[after.stage]);
-                look(next_word, next);
-            }
-            wgmma_wait<0>();
-        } else {
-            pass_turn();
-            wgmma_wait<0>();
-            if (LOOK) {
-                pin(next);
-                if (!last) release(&shared.barriers.key_empty[after.stage]);
-                look(next_word, next);
-            }
-        }
-        pin(o);
-        pin(next);
+    }
+
+    // Counters, map and bound of a tile that was decided.
+    __device__ __forceinline__ void record(int word) {
         if (dead) {
 #if MASS
             rows.bound[0] += share[0];
@@ -685,74 +598,147 @@ struct Consumer {
         } else {
             mark_kept(word);
         }
-        if (!LOOK && !last) release(&shared.barriers.key_empty[after.stage]);
+    }
+
+    // Take a kept tile in: P.V is issued in kParts, each as soon as its part of P is there.
+    __device__ __forceinline__ void absorb(float (&now)[kScores]) {
+        constexpr int kBlocks = kKeys / 16 / kParts;  // of 16 keys in a part
+        float factor[2], base[2], even[2], odd[2];
+        raise_maxima(rows, top, p.scale_log2, factor);
+        scale_out(o, factor);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            base[r] = finite_base(rows.maximum[r], p.scale_log2);
+            even[r] = odd[r] = 0.f;
+        }
+        u64 place;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            u32 weights[4 * kBlocks];
+#pragma unroll
+            for (int n = 0; n < 2 * kBlocks; ++n) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int i = 4 * (part * 2 * kBlocks + n) + 2 * r;
+                    const float a = exp2_fast(__fmaf_rn(now[i], p.scale_log2, -base[r]));
+                    const float b = exp2_fast(__fmaf_rn(now[i + 1], p.scale_log2, -base[r]));
+                    even[r] += a;
+                    odd[r] += b;
+                    weights[2 * n + r] = pack(a, b);
+                }
+            }
+            if (part == 0) place = wait_values();
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < kBlocks; ++i) {
+                wgmma_rs<HEAD_DIM_V>(o, weights[4 * i], weights[4 * i + 1], weights[4 * i + 2], weights[4 * i + 3],
+                                     place + (((part * kBlocks + i) * 16 * kChunk * 2) >> 4));
+            }
+        }
+        wgmma_commit();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            rows.sum[r] = __fmaf_rn(rows.sum[r], factor[r], even[r] + odd[r]);
+#if MASS
+            rows.bound[r] *= factor[r];
+#endif
+        }
+    }
+
+    // The tile with scores `now` is decided; on return the next one is. Returns its description.
+    __device__ __forceinline__ int step(int word, float (&now)[kScores], float (&next)[kScores]) {
+        Ring after = ring;
+        after.next();
+        const int next_word = issue(next, after);
+        record(word);
+        if (!dead) {
+            absorb(now);
+            wgmma_wait<1>();
+            pin(next);
+            release(&shared.barriers.key_empty[after.stage]);
+            decide(next_word, next);
+            wgmma_wait<0>();
+        } else {
+            wgmma_wait<0>();
+            pin(next);
+            release(&shared.barriers.key_empty[after.stage]);
+            decide(next_word, next);
+        }
+        pin(o);
         release(&shared.barriers.value_empty[ring.stage]);
         ring = after;
         return next_word;
     }
 
+    // The last tile.
+    __device__ __forceinline__ void finish(int word, float (&now)[kScores]) {
+        release(&shared.barriers.query_empty);
+        record(word);
+        if (!dead) {
+            absorb(now);
+            wgmma_wait<0>();
+            pin(o);
+        }
+        release(&shared.barriers.value_empty[ring.stage]);
+        ring.next();
+    }
+
     // All tiles of a query tile that has any.
     __device__ __forceinline__ void attend() {
         float even[kScores], odd[kScores];
-        int word = issue(even, ring, true);
+        int word = issue(even, ring);
         wgmma_wait<0>();
         pin(even);
         release(&shared.barriers.key_empty[ring.stage]);
-        if (LOOK) look(word, even);
+        decide(word, even);
         while (true) {
-            bool last = word & kLast;
+            if (word & kLast) {
+                finish(word, even);
+                break;
+            }
             word = step(word, even, odd);
-            if (last) break;
-            last = word & kLast;
+            if (word & kLast) {
+                finish(word, odd);
+                break;
+            }
             word = step(word, odd, even);
-            if (last) break;
         }
     }
 
-    u32 round = 0, query_phase = 0;  // works so far
-
-    // Write O of the query tile. O leaves through the place of Q, in the same swizzled layout; without Q (which
-    // may be the next already) it is all zeros.
-    __device__ __forceinline__ void store_out(const Work& work, const float (&inverse)[2]) {
-        const int thread = threadIdx.x % 128, row_first = (2 * work.block + w) * kRows;
-        if (work.count > 0) {
-            named_sync(kVoteBarrier + w, 128);  // all warps are done with Q
-#pragma unroll
-            for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const int at = row + 8 * r;
-                    const u32 both = pack(o[4 * n + 2 * r] * inverse[r], o[4 * n + 2 * r + 1] * inverse[r]);
-                    const u32 target =
-                        query + n / 8 * kChunkBytes + at * 128 + ((n % 8) ^ (at % 8)) * 16 + thread % 4 * 4;
-                    asm volatile("st.shared.b32 [%0], %1;" ::"r"(target), "r"(both) : "memory");
-                }
-            }
-            named_sync(kVoteBarrier + w, 128);
-        }
-        constexpr int kPieces = HEAD_DIM_V / 8;  // of 16 bytes in a row
+    // Write O of the query tile: four lanes share a row of the accumulator, 8 bytes a turn; after a transposition
+    // each holds 16 bytes that lie together.
+    __device__ __forceinline__ void store_out(const Work& work, const float (&inverse)[2]) const {
+        const int turn = threadIdx.x % 4, row_first = (2 * work.block + w) * kRows;
         u8* out = static_cast<u8*>(p.out) +
                   2 * ((p.cu_q != nullptr ? 0 : work.sequence * p.out_stride_b) + work.head * p.out_stride_h);
-#pragma unroll 4
-        for (int i = thread; i < kRows * kPieces; i += 128) {
-            const int at = i / kPieces, n = i % kPieces;
-            if (row_first + at < work.rows) {
-                u32 x = 0, y = 0, z = 0, u = 0;
-                const u32 source = query + n / 8 * kChunkBytes + at * 128 + ((n % 8) ^ (at % 8)) * 16;
-                if (work.count > 0) {
-                    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                                 : "=r"(x), "=r"(y), "=r"(z), "=r"(u)
-                                 : "r"(source));
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int at = row_first + row() + 8 * r;
+            u8* target = out + 2 * ((work.row_base + at) * p.out_stride_s + turn * 8);
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM_V / 32; ++i) {
+                u32 x[4];
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    const int first = 4 * (4 * i + n) + 2 * r;
+                    x[n] = pack(o[first] * inverse[r], o[first + 1] * inverse[r]);
                 }
-                u8* target = out + 2 * ((work.row_base + row_first + at) * p.out_stride_s + n * 8);
-                asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(x), "r"(y), "r"(z), "r"(u)
-                             : "memory");
+#pragma unroll
+                for (int n = 0; n < 4; n += 2) {
+                    const u32 other = __shfl_xor_sync(0xFFFFFFFF, turn % 2 ? x[n] : x[n + 1], 1);
+                    (turn % 2 ? x[n] : x[n + 1]) = other;
+                }
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    const u32 other = __shfl_xor_sync(0xFFFFFFFF, turn / 2 ? x[n] : x[n + 2], 2);
+                    (turn / 2 ? x[n] : x[n + 2]) = other;
+                }
+                if (at < work.rows) {
+                    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + i * 64), "r"(x[0]),
+                                 "r"(x[1]), "r"(x[2]), "r"(x[3])
+                                 : "memory");
+                }
             }
-        }
-        if (work.count > 0) {
-            async_proxy_fence();  // reads before the next Q arrives
-            __syncwarp();
-            release(&shared.barriers.query_empty);
         }
     }
 
@@ -760,11 +746,9 @@ struct Consumer {
         const int lane = threadIdx.x % 32;
         while (true) {
             barrier_wait(shared_address(&shared.barriers.work_full[round % kWorkSlots]), round / kWorkSlots % 2);
-            const Work& work = shared.work[round % kWorkSlots];
+            const Work& work = this->work();
             if (work.sequence < 0) return;
             const int row_first = (2 * work.block + w) * kRows;
-            aligned = row_first + row + work.keys - work.rows;
-            sequence_keys = work.keys;
             skipped = 0;
             {
                 const float sink = p.sinks != nullptr ? p.sinks[work.head] : -kInfinity;
@@ -797,7 +781,7 @@ struct Consumer {
             for (int r = 0; r < 2; ++r) {
                 const float sum = quad_sum(rows.sum[r]);
                 inverse[r] = sum == 0.f ? 0.f : 1.f / sum;
-                const int at = row_first + row + 8 * r;
+                const int at = row_first + row() + 8 * r;
                 const i64 place = (p.cu_q != nullptr ? 0 : work.sequence * p.lse_stride_b) +
                                   work.head * p.lse_stride_h + work.row_base + at;
                 float lse = sum == 0.f ? -kInfinity : __fmaf_rn(rows.maximum[r], p.unit, logf(sum));
@@ -855,11 +839,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(const __grid_consta
         }
     } else {
         registers_up<240>();
-        const int w = threadIdx.x / 128 - 1;
-#if PINGPONG
-        if (w == 1) named_arrive(kTurnBarrier, 256);
-#endif
-        const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-        Consumer{p, shared, keys, values, w, row, query + w * kRows * kChunk * 2}.run();
+        const int w = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0) - 1;  // known to be uniform
+        Consumer{p, shared, keys, values, w, query + w * kRows * kChunk * 2}.run();
     }
 }
