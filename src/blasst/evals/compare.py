@@ -263,11 +263,7 @@ def compare_dense(
         broken.append(f"top-1 agreement {comparison.top1_agreement:.4g} is below {min_top1_agreement:g}")
     ignore: tuple[str, ...] = ()
     if max_layer_skipped_mass is not None:
-        over = [
-            layer
-            for layer in comparison.layers
-            if layer.mean_skipped_mass is not None and not layer.mean_skipped_mass <= max_layer_skipped_mass
-        ]
+        over = _layers_above(max_layer_skipped_mass, comparison)
         broken += [
             f"mean skipped mass in {layer.phase} of {layer.layer} {layer.mean_skipped_mass:.4g} is above "
             f"{max_layer_skipped_mass:g}"
@@ -377,6 +373,12 @@ def _sparsity(records: Sequence[Any]) -> dict[str, float]:
         sums[0] += int(record.skipped.sum())
         sums[1] += int(record.visited.sum())
     return {phase: skipped / max(visited, 1) for phase, (skipped, visited) in tiles.items()}
+
+
+def _layers_above(limit: float, comparison: Comparison) -> list[LayerError]:
+    """Layers whose mean skipped mass is not within the limit."""
+    measured = [(layer, layer.mean_skipped_mass) for layer in comparison.layers]
+    return [layer for layer, mass in measured if mass is not None and not mass <= limit]
 
 
 def _layer_errors(stats: Sequence[Any], masses: Sequence[Any]) -> tuple[LayerError, ...]:
