@@ -35,14 +35,26 @@ def numbers(text: str) -> list[int]:
 
 
 def conditions(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Settings of each target under its name, in both phases or in one, and of the control."""
+    """Settings of each target under its name, in both phases or in one, and of the control.
+
+    Raises:
+        ValueError: a target per phase is to run in one phase.
+    """
     profile = load_profile(options.out / "profile.json")
     settings: dict[str, dict[str, Any]] = {}
     for phases in options.phases.split(","):
         for target in options.targets:
-            wanted = target if phases == "both" else {phases: target}
-            name = f"{target:g}" if phases == "both" else f"{target:g} {phases}"
+            name = "/".join(f"{value:g}" for value in target)
+            if phases == "both":
+                wanted = dict(zip(("prefill", "decode"), target)) if len(target) == 2 else target[0]
+            elif len(target) == 1:
+                name, wanted = f"{phases} {name}", {phases: target[0]}
+            else:
+                raise ValueError(f"target {name} names both phases; --phases {phases} wants one number")
             settings[name] = {"profile": profile, "target_sparsity": wanted}
+            if options.ignore:
+                patterns = options.ignore.split(",")
+                settings[f"{name} ignore {options.ignore}"] = {**settings.pop(name), "ignore": patterns}
     if options.control:
         settings["threshold 0"] = {"threshold": 0.0}
     return settings
@@ -132,9 +144,12 @@ def nll(loaded: LoadedModel, options: argparse.Namespace) -> None:
     write_rows(options.out / "nll.jsonl", rows)
 
 
-def floats(text: str) -> list[float]:
-    """Comma-separated numbers."""
-    return [float(part) for part in text.split(",")]
+def targets(text: str) -> list[tuple[float, ...]]:
+    """Comma-separated targets: a number for all phases that run, or prefill/decode as in 0.5/0.4."""
+    found = [tuple(float(value) for value in part.split("/")) for part in text.split(",")]
+    if any(len(target) > 2 for target in found):
+        raise ValueError(f"targets {text!r}: want a number or prefill/decode")
+    return found
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -155,7 +170,8 @@ def main() -> None:
     parser.add_argument("--per-kind", type=int, default=3, help="prompts per kind and length")
     parser.add_argument("--decode-tokens", type=int, default=16)
     parser.add_argument("--by-kind", action="store_true", help="also compare NLL per kind of prompt")
-    parser.add_argument("--targets", type=floats, default=[0.5, 0.7], help="target sparsities")
+    parser.add_argument("--targets", type=targets, default=[(0.5,), (0.7,)], help="for example 0.5,0.5/0.4")
+    parser.add_argument("--ignore", default="", help="module patterns that stay dense: model.layers.0.*,...")
     parser.add_argument("--phases", default="both", help="both, prefill, decode, or several of them")
     parser.add_argument("--control", action="store_true", help="also run threshold 0: rounding alone")
     parser.add_argument("--task-lengths", type=numbers, default=[4096])

@@ -4,36 +4,65 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from blasst._version import __version__ as __version__
-from blasst.core.errors import BlasstError as BlasstError
-from blasst.core.errors import CalibrationError as CalibrationError
-from blasst.core.errors import ProfileError as ProfileError
-from blasst.core.errors import UnsupportedError as UnsupportedError
-from blasst.core.merge import merge_attention as merge_attention
-from blasst.core.types import AttentionOutput as AttentionOutput
-from blasst.core.types import SkipCounts as SkipCounts
-from blasst.functional import blasst_attn_func as blasst_attn_func
-from blasst.functional import blasst_attn_varlen_func as blasst_attn_varlen_func
-from blasst.functional import blasst_attn_with_kvcache as blasst_attn_with_kvcache
-from blasst.kernels.select import backend_used as backend_used
-from blasst.sdpa import attention as attention
+from blasst._version import __version__
+from blasst.core.errors import BlasstError, CalibrationError, ProfileError, UnsupportedError
 
 if TYPE_CHECKING:
-    from blasst.core.profile import load_profile as load_profile
-    from blasst.integrations.transformers import attention_stats as attention_stats
-    from blasst.integrations.transformers import disable as disable
-    from blasst.integrations.transformers import enable as enable
-    from blasst.integrations.transformers import reset_stats as reset_stats
-    from blasst.integrations.transformers import skipped_mass_samples as skipped_mass_samples
-    from blasst.integrations.transformers import skipped_mass_summary as skipped_mass_summary
-    from blasst.integrations.transformers import sparse_attention as sparse_attention
+    from blasst.core.merge import merge_attention
+    from blasst.core.profile import load_profile
+    from blasst.core.types import AttentionOutput, SkipCounts
+    from blasst.functional import blasst_attn_func, blasst_attn_varlen_func, blasst_attn_with_kvcache
+    from blasst.integrations.transformers import (
+        attention_stats,
+        disable,
+        enable,
+        reset_stats,
+        skipped_mass_samples,
+        skipped_mass_summary,
+        sparse_attention,
+    )
+    from blasst.kernels.select import backend_used
+    from blasst.sdpa import attention
 
-#: Names that need transformers, imported when first used so that `import blasst` stays light.
+__all__ = [
+    "AttentionOutput",
+    "BlasstError",
+    "CalibrationError",
+    "ProfileError",
+    "SkipCounts",
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "attention_stats",
+    "backend_used",
+    "blasst_attn_func",
+    "blasst_attn_varlen_func",
+    "blasst_attn_with_kvcache",
+    "disable",
+    "enable",
+    "load_profile",
+    "merge_attention",
+    "reset_stats",
+    "skipped_mass_samples",
+    "skipped_mass_summary",
+    "sparse_attention",
+]
+
+#: Where names are that need torch or transformers. They are imported when first used, so that the command
+#: line can refuse bad arguments before torch is loaded.
 _LAZY = {
+    "AttentionOutput": "blasst.core.types",
+    "SkipCounts": "blasst.core.types",
+    "attention": "blasst.sdpa",
     "attention_stats": "blasst.integrations.transformers",
+    "backend_used": "blasst.kernels.select",
+    "blasst_attn_func": "blasst.functional",
+    "blasst_attn_varlen_func": "blasst.functional",
+    "blasst_attn_with_kvcache": "blasst.functional",
     "disable": "blasst.integrations.transformers",
     "enable": "blasst.integrations.transformers",
     "load_profile": "blasst.core.profile",
+    "merge_attention": "blasst.core.merge",
     "reset_stats": "blasst.integrations.transformers",
     "skipped_mass_samples": "blasst.integrations.transformers",
     "skipped_mass_summary": "blasst.integrations.transformers",
@@ -46,8 +75,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'blasst' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_LAZY[name]), name)
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted({*globals(), *_LAZY})

@@ -12,17 +12,19 @@ from typing import Annotated, Any, Literal
 import typer
 
 from blasst._version import __version__
-from blasst.calibrate.export import Engine
+from blasst.calibrate.engines import Engine
 from blasst.cli_arguments import (
     DEFAULT_MODEL,
     INSTALL_MODEL,
     LengthList,
+    device_name,
     existing_file,
     existing_folder,
     linear_threshold,
     model_argument,
     output_file,
     output_folder,
+    profile_file,
     sequence_lengths,
     sparse_settings,
     sparsity_target,
@@ -45,9 +47,9 @@ Model = Annotated[
         callback=model_argument, help=f'"{DEFAULT_MODEL}" (in a wheel), a model folder, or a .gguf file.'
     ),
 ]
-Device = Annotated[str, typer.Option(help="torch device of the model.")]
+Device = Annotated[str, typer.Option(parser=device_name, metavar="DEVICE", help="torch device to run on.")]
 Profile = Annotated[
-    Path | None, typer.Option(parser=existing_file, metavar="FILE", help="Calibration file; needs --target.")
+    Path | None, typer.Option(parser=profile_file, metavar="FILE", help="Calibration file; needs --target.")
 ]
 Targets = Annotated[
     list[float] | None,
@@ -158,7 +160,7 @@ def bench(
     head_dim: Annotated[int, typer.Option(min=16, max=256)] = 64,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option()] = "float32",
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each variant, interleaved.")] = 5,
-    device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
+    device: Device = "cpu",
     out: Annotated[
         Path | None, typer.Option(parser=output_file, metavar="FILE", help="Append the rows as JSON lines.")
     ] = None,
@@ -215,12 +217,13 @@ def evaluate(
 ) -> None:
     """Answer the same long-context items dense and sparse, and report paired differences."""
     settings = sparse_settings(profile, target or (), threshold or ())
-    from blasst.evals.run import run_tasks
     from blasst.evals.tasks import TASKS
 
     unknown = set(task or ()) - set(TASKS)
     if unknown:
         raise typer.BadParameter(f"unknown task {', '.join(sorted(unknown))}; known: {', '.join(TASKS)}")
+    from blasst.evals.run import run_tasks
+
     if profile is not None:
         from blasst.core.profile import load_profile
 
@@ -298,7 +301,7 @@ def inspect(
 @app.command()
 def export(
     profile: Annotated[
-        Path, typer.Argument(parser=existing_file, metavar="PROFILE", help="Calibration file.")
+        Path, typer.Argument(parser=profile_file, metavar="PROFILE", help="Calibration file.")
     ],
     to: Annotated[Engine, typer.Option("--to", help="Engine to write for.")],
     target: Annotated[

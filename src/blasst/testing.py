@@ -6,13 +6,17 @@ Nothing here needs a test framework: a failed check raises AssertionError with f
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from blasst.core.reference import ReferenceOutput
-from blasst.core.types import AttentionOutput
+from blasst.core.types import PHASES, AttentionOutput, Phase
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import DrawFn, SearchStrategy
 
 
 class Inputs(NamedTuple):
@@ -83,6 +87,49 @@ def heavy_tailed_inputs(
     k[..., 0] = level * scale**0.5
     v = normal(batch, seqlen_k, num_kv_heads, head_dim_v or head_dim)
     return Inputs(*(x.to(device=device, dtype=dtype) for x in (q, k, v)))
+
+
+def attention_calls(dtypes: Sequence[torch.dtype]) -> SearchStrategy[tuple[Phase, Inputs, dict[str, Any]]]:
+    """A Hypothesis strategy of small calls that every backend serves; needs the package hypothesis.
+
+    Sizes lie at and beside the edges of tiles; scores are heavy-tailed, so that small thresholds skip tiles.
+
+    Args:
+        dtypes: of the inputs.
+
+    Returns:
+        Strategy of (phase, inputs, options causal, window_size, softcap, max_skipped_mass and perhaps sinks).
+    """
+    from hypothesis import strategies as st
+
+    @st.composite
+    def calls(draw: DrawFn) -> tuple[Phase, Inputs, dict[str, Any]]:
+        phase = draw(st.sampled_from(PHASES))
+        kv_heads, group = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 3]))
+        inputs = heavy_tailed_inputs(
+            draw(st.sampled_from([1, 2])),
+            draw(st.sampled_from([1, 5, 8] if phase == "decode" else [1, 9, 63, 64, 65, 150])),
+            draw(st.sampled_from([1, 17, 65, 128, 129, 500, 700])),
+            kv_heads * group,
+            kv_heads,
+            draw(st.sampled_from([16, 40])),
+            draw(st.sampled_from([16, 24])),
+            dtype=draw(st.sampled_from(dtypes)),
+            seed=draw(st.integers(0, 10**6)),
+            noise=draw(st.sampled_from([0.5, 2.0])),
+            drop=draw(st.sampled_from([(8.0, 40.0), (1.0, 12.0)])),
+        )
+        options: dict[str, Any] = {
+            "causal": draw(st.booleans()),
+            "window_size": draw(st.sampled_from([(-1, -1), (-1, -1), (100, 0), (70, 30)])),
+            "softcap": draw(st.sampled_from([0.0, 0.0, 10.0])),
+            "max_skipped_mass": draw(st.sampled_from([None, None, 0.1])),
+        }
+        if draw(st.booleans()):
+            options["sinks"] = torch.linspace(-2, 6, kv_heads * group)
+        return phase, inputs, options
+
+    return calls()
 
 
 def max_error(actual: Tensor, truth: Tensor) -> float:

@@ -15,6 +15,7 @@ from blasst.testing import (
     assert_matches_reference,
     assert_same_kept_tiles,
     assert_within_budget,
+    attention_calls,
     heavy_tailed_inputs,
 )
 
@@ -29,44 +30,15 @@ EVERYTHING = {
 NEAR = 1e-3
 
 
-@st.composite
-def calls(draw):
-    decode = draw(st.booleans())
-    kv_heads, group = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 3]))
-    inputs = heavy_tailed_inputs(
-        draw(st.sampled_from([1, 2])),
-        draw(st.sampled_from([1, 5, 8]) if decode else st.sampled_from([9, 63, 64, 65, 200])),
-        draw(st.sampled_from([1, 17, 128, 129, 500, 700])),
-        kv_heads * group,
-        kv_heads,
-        draw(st.sampled_from([16, 40])),
-        draw(st.sampled_from([16, 24])),
-        dtype=draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32])),
-        seed=draw(st.integers(0, 10**6)),
-        noise=draw(st.sampled_from([0.5, 2.0])),
-        drop=draw(st.sampled_from([(8.0, 40.0), (1.0, 12.0)])),
-    )
-    options = {
-        "causal": draw(st.booleans()),
-        "window_size": draw(st.sampled_from([(-1, -1), (-1, -1), (100, 0), (70, 30)])),
-        "softcap": draw(st.sampled_from([0.0, 0.0, 10.0])),
-        "max_skipped_mass": draw(st.sampled_from([None, None, 0.1])),
-    }
-    if draw(st.booleans()):
-        options["sinks"] = torch.linspace(-2, 6, kv_heads * group)
-    return inputs, options, decode
-
-
 @settings(max_examples=80)
-@given(calls(), st.sampled_from([0.0, 0.003, 0.1, 1.0]))
+@given(
+    attention_calls([torch.float16, torch.bfloat16, torch.float32]), st.sampled_from([0.0, 0.003, 0.1, 1.0])
+)
 def test_eager_equals_the_reference(call, threshold):
-    inputs, options, decode = call
-    phase = "decode" if decode else "prefill"
+    phase, inputs, options = call
     truth = reference_attention(*inputs, threshold=threshold, phase=phase, **options)
-    if decode:
-        got = blasst_attn_with_kvcache(*inputs, threshold=threshold, **options, **EVERYTHING)
-    else:
-        got = blasst_attn_func(*inputs, threshold=threshold, **options, **EVERYTHING)
+    attn = blasst_attn_with_kvcache if phase == "decode" else blasst_attn_func
+    got = attn(*inputs, threshold=threshold, **options, **EVERYTHING)
     if options["max_skipped_mass"] is not None and not torch.equal(got.kept_tiles, truth.kept_tiles):
         return  # a budget decision near its own cut; the promise itself is tested in test_reference.py
     yardstick = reference_attention(

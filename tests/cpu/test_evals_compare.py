@@ -92,6 +92,62 @@ def test_limits_fail_loudly_and_name_what_is_broken(model, sequences):
     assert result.sparsity["decode"] > 0.0
 
 
+@pytest.fixture(scope="module")
+def model_with_a_flat_layer():
+    """Four layers; attention is near uniform in the first and peaked in the others."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for number, layer in enumerate(model.model.layers):
+            layer.self_attn.q_proj.weight.mul_(0.05 if number == 0 else 4.0)
+    return model
+
+
+def test_a_layer_that_collapses_is_named_and_can_be_left_dense(model_with_a_flat_layer):
+    model = model_with_a_flat_layer
+    ids = [torch.randint(300, (1000,), generator=torch.Generator().manual_seed(1))]
+    options = {"decode_tokens": 16, "last_tokens": 16}
+    result = compare(model, ids, SKIP, **options)
+    names = [f"model.layers.{number}.self_attn" for number in range(4)]
+    assert [(layer.layer, layer.phase) for layer in result.layers] == [(name, "decode") for name in names]
+    first, *others = result.layers
+    # Sparsity tells nothing about it: the flat layer skips as much as another.
+    assert first.sparsity > 0.0
+    assert first.sparsity <= max(layer.sparsity for layer in others)
+    assert first.mean_skipped_mass > 0.3 > 0.1 > max(layer.mean_skipped_mass for layer in others)
+    assert first.mean_skipped_mass <= first.max_skipped_mass <= 1.0
+    rows = sum(layer.mean_skipped_mass for layer in result.layers) / 4
+    assert result.skipped_mass["decode"].mean == pytest.approx(rows, rel=1e-6)
+
+    limits = {"max_mean_skipped_mass": 0.2, "max_layer_skipped_mass": 0.1}
+    with pytest.raises(
+        QualityError, match=r"in decode of model\.layers\.0\.self_attn 0\..*ignore=\["
+    ) as error:
+        compare_dense(model, ids, SKIP, **limits, **options)
+    assert error.value.ignore == (names[0],)
+    assert "mean skipped mass in decode 0." not in str(error.value)  # the mean over layers looks harmless
+    better = compare_dense(model, ids, {**SKIP, "ignore": error.value.ignore}, **limits, **options)
+    assert [layer.layer for layer in better.layers] == names[1:]
+    assert better.sparsity["decode"] > 0.0
+    assert better.kl < result.kl
+
+
+def test_layers_without_measured_mass_still_have_their_sparsity(model, sequences):
+    result = compare(model, sequences, SKIP, decode_tokens=4, measure_skipped_mass=False)
+    assert len(result.layers) == 2
+    assert all(layer.sparsity > 0 and layer.mean_skipped_mass is None for layer in result.layers)
+
+
 def test_nan_fails_every_limit(model, sequences, monkeypatch):
     monkeypatch.setattr("blasst.evals.compare._agreement", lambda *a: torch.full((4,), torch.nan).double())
     with pytest.raises(QualityError, match="KL nan"):
@@ -103,6 +159,8 @@ def test_limits_that_cannot_be_checked_are_an_error(model, sequences):
         compare_dense(model, sequences, SKIP)
     with pytest.raises(ValueError, match="measure_skipped_mass"):
         compare_dense(model, sequences, SKIP, max_mean_skipped_mass=0.1, measure_skipped_mass=False)
+    with pytest.raises(ValueError, match="max_layer_skipped_mass"):
+        compare_dense(model, sequences, SKIP, max_layer_skipped_mass=0.1, measure_skipped_mass=False)
 
 
 def test_logits_that_are_not_the_projection_of_the_last_state_are_refused(model, sequences, monkeypatch):

@@ -63,6 +63,31 @@ def test_a_saved_model_loads_again_ready_to_generate(tmp_path):
     assert loaded.tokenizer.padding_side == "left" and loaded.tokenizer.pad_token is not None
 
 
+def test_loading_prints_nothing_and_restores_what_it_silenced(capfd, monkeypatch):
+    import warnings
+
+    from transformers import AutoTokenizer, modeling_gguf_pytorch_utils
+    from transformers.utils import logging
+
+    load = AutoTokenizer.from_pretrained
+
+    def warns(*args, **kwargs):
+        warnings.warn("of no use to the reader", UserWarning, stacklevel=1)
+        logging.get_logger("transformers.any").warning("the same")
+        return load(*args, **kwargs)
+
+    def settings():
+        shown = logging.is_progress_bar_enabled(), logging.get_verbosity()
+        return *shown, modeling_gguf_pytorch_utils.tqdm, list(warnings.filters)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", warns)
+    logging.enable_progress_bar()
+    before = settings()
+    models.load_smollm2()
+    assert capfd.readouterr() == ("", "")
+    assert settings() == before
+
+
 def test_the_packaged_model_finds_the_easiest_needles_and_reloads_from_its_cache(tmp_path):
     converted = models.load_smollm2(cache_dir=tmp_path)
     model, tokenizer, name = models.load_smollm2(cache_dir=tmp_path)

@@ -27,6 +27,7 @@ from blasst.testing import (
     assert_matches_reference,
     assert_same_kept_tiles,
     assert_within_budget,
+    attention_calls,
     heavy_tailed_inputs,
     pages_from,
 )
@@ -84,36 +85,8 @@ def compare(problem, near=0.0):
     return got
 
 
-@st.composite
-def calls(draw):
-    phase = draw(st.sampled_from(["prefill", "decode"]))
-    kv_heads, group = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 3]))
-    inputs = heavy_tailed_inputs(
-        draw(st.sampled_from([1, 2])),
-        draw(st.sampled_from([1, 5, 8] if phase == "decode" else [1, 63, 65, 150])),
-        draw(st.sampled_from([1, 17, 129, 500] if phase == "prefill" else [1, 65, 500, 700])),
-        kv_heads * group,
-        kv_heads,
-        draw(st.sampled_from([16, 40])),
-        draw(st.sampled_from([16, 24])),
-        dtype=draw(st.sampled_from([torch.float16, torch.float32])),
-        seed=draw(st.integers(0, 10**6)),
-        noise=draw(st.sampled_from([0.5, 2.0])),
-        drop=draw(st.sampled_from([(8.0, 40.0), (1.0, 12.0)])),
-    )
-    options = {
-        "causal": draw(st.booleans()),
-        "window_size": draw(st.sampled_from([(-1, -1), (-1, -1), (100, 0), (70, 30)])),
-        "softcap": draw(st.sampled_from([0.0, 0.0, 10.0])),
-        "max_skipped_mass": draw(st.sampled_from([None, None, 0.1])),
-    }
-    if draw(st.booleans()):
-        options["sinks"] = torch.linspace(-2, 6, kv_heads * group)
-    return phase, inputs, options
-
-
 @settings(max_examples=15)
-@given(calls(), st.sampled_from([0.0, 0.003, 0.1, 1.0]))
+@given(attention_calls([torch.float16, torch.float32]), st.sampled_from([0.0, 0.003, 0.1, 1.0]))
 def test_random_calls_equal_the_reference(call, threshold):
     phase, inputs, options = call
     truth = reference_attention(*inputs, threshold=threshold, phase=phase, **options)

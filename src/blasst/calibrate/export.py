@@ -9,17 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from blasst.calibrate.engines import ENGINES, Engine
 from blasst.calibrate.interchange import sparse_attention_config_from_profile
 from blasst.core.phase_fit import CountingOrder
 from blasst.core.profile import Profile
 from blasst.core.threshold import scale_factor_from_target, scale_factor_from_threshold
 from blasst.core.types import PHASES, Phase, TileShape
-
-Engine = Literal["modelopt", "tensorrt-llm", "sglang", "flashinfer"]
-
-ENGINES: tuple[Engine, ...] = ("modelopt", "tensorrt-llm", "sglang", "flashinfer")
 
 _TENSORRT_LLM: Mapping[Phase, tuple[TileShape, CountingOrder]] = {
     "prefill": (TileShape(query=64, key=128), "ascending"),  # fmha_v2

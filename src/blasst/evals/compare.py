@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,15 @@ from blasst.core.errors import BlasstError, UnsupportedError
 
 
 class QualityError(BlasstError):
-    """Sparse attention agrees less with dense attention than the stated limits allow."""
+    """Sparse attention agrees less with dense attention than the stated limits allow.
+
+    Attributes:
+        ignore: names of the layers above the limit per layer, as the setting ignore takes them.
+    """
+
+    def __init__(self, message: str, ignore: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.ignore = tuple(ignore)
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,26 @@ class MassSummary:
 
 
 @dataclass(frozen=True)
+class LayerError:
+    """What skipping took from one layer in one phase.
+
+    Attributes:
+        layer: module name.
+        phase: "prefill" or "decode".
+        sparsity: skipped over visited tiles, 0..1.
+        mean_skipped_mass: skipped softmax weight, mean over rows, 0..1; None when not measured. The error of
+            a row is at most twice its skipped weight times the largest value vector.
+        max_skipped_mass: of the worst row; None when not measured.
+    """
+
+    layer: str
+    phase: str
+    sparsity: float
+    mean_skipped_mass: float | None
+    max_skipped_mass: float | None
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Model-level agreement with dense attention.
 
@@ -45,6 +73,7 @@ class Comparison:
         top1_agreement: share of positions whose most likely next token is the same, 0..1.
         skipped_mass: per phase; empty when not measured.
         sparsity: skipped over visited tiles per phase, 0..1.
+        layers: one record per layer and phase that ran, prefill first, layers in model order.
     """
 
     num_tokens: int
@@ -54,6 +83,7 @@ class Comparison:
     top1_agreement: float
     skipped_mass: Mapping[str, MassSummary]
     sparsity: Mapping[str, float]
+    layers: tuple[LayerError, ...] = field(default=(), repr=False)
 
     @property
     def nll_difference(self) -> float:
@@ -129,7 +159,12 @@ def compare_conditions(
         ValueError: as in compare, or blasst is enabled on the model already.
         UnsupportedError: as in compare.
     """
-    from blasst.integrations.transformers import attention_stats, skipped_mass_summary, sparse_attention
+    from blasst.integrations.transformers import (
+        attention_stats,
+        skipped_mass_by_layer,
+        skipped_mass_summary,
+        sparse_attention,
+    )
 
     ids = _checked(model, sequences, last_tokens, decode_tokens, chunk_size)
     kept = [min(last_tokens or len(row) - 1, len(row) - 1) for row in ids]
@@ -144,8 +179,9 @@ def compare_conditions(
                 for row, k, states in zip(ids, kept, dense):
                     sparse = _hidden_states(model, row, decode_tokens, k)
                     sums += _agreement(model, states, sparse, row[len(row) - k :], chunk_size)
-                sparsity = _sparsity(attention_stats(model))
+                stats = attention_stats(model)
                 masses = skipped_mass_summary(model) if measure_skipped_mass else {}
+                layer_masses = skipped_mass_by_layer(model) if measure_skipped_mass else []
             nll_dense, nll_sparse, kl, equal = (sums / sum(kept)).tolist()
             comparisons[name] = Comparison(
                 num_tokens=sum(kept),
@@ -157,7 +193,8 @@ def compare_conditions(
                     phase: MassSummary(int(mass["rows"]), mass["mean"], mass["p99"], mass["max"])
                     for phase, mass in masses.items()
                 },
-                sparsity=sparsity,
+                sparsity=_sparsity(stats),
+                layers=_layer_errors(stats, layer_masses),
             )
     return comparisons
 
@@ -171,9 +208,14 @@ def compare_dense(
     max_nll_difference: float | None = None,
     max_kl: float | None = None,
     max_mean_skipped_mass: float | None = None,
+    max_layer_skipped_mass: float | None = None,
     **options: Any,
 ) -> Comparison:
     """Compare with dense attention and fail when agreement is below a stated limit.
+
+    One layer can lose most of its attention while means over all layers look harmless, for example one whose
+    attention is near uniform. max_layer_skipped_mass refuses settings under which that happens; the error
+    names the layers and holds them as `ignore`, to be left dense.
 
     Args:
         model: as in compare.
@@ -183,6 +225,7 @@ def compare_dense(
         max_nll_difference: largest nll_sparse - nll_dense, nats per token.
         max_kl: largest mean KL, nats.
         max_mean_skipped_mass: largest mean skipped mass of any phase, 0..1.
+        max_layer_skipped_mass: largest mean skipped mass of any one layer in any phase, 0..1.
         **options: last_tokens, decode_tokens, chunk_size, measure_skipped_mass of compare.
 
     Returns:
@@ -192,10 +235,15 @@ def compare_dense(
         ValueError: no limit was stated, or one on a mass that is not measured.
         QualityError: a limit does not hold; names every broken limit with its value.
     """
-    if all(x is None for x in (min_top1_agreement, max_nll_difference, max_kl, max_mean_skipped_mass)):
+    mass_limits = {
+        "max_mean_skipped_mass": max_mean_skipped_mass,
+        "max_layer_skipped_mass": max_layer_skipped_mass,
+    }
+    if all(x is None for x in (min_top1_agreement, max_nll_difference, max_kl, *mass_limits.values())):
         raise ValueError("limits: none stated, so nothing could fail; give min_top1_agreement, max_kl, ...")
-    if max_mean_skipped_mass is not None and not options.get("measure_skipped_mass", True):
-        raise ValueError("max_mean_skipped_mass: needs measure_skipped_mass=True")
+    for name, limit in mass_limits.items():
+        if limit is not None and not options.get("measure_skipped_mass", True):
+            raise ValueError(f"{name}: needs measure_skipped_mass=True")
     comparison = compare(model, sequences, settings, **options)
     limits = [
         ("KL", comparison.kl, max_kl),
@@ -213,8 +261,20 @@ def compare_dense(
     ]
     if min_top1_agreement is not None and not comparison.top1_agreement >= min_top1_agreement:
         broken.append(f"top-1 agreement {comparison.top1_agreement:.4g} is below {min_top1_agreement:g}")
+    ignore: tuple[str, ...] = ()
+    if max_layer_skipped_mass is not None:
+        over = _layers_above(max_layer_skipped_mass, comparison)
+        broken += [
+            f"mean skipped mass in {layer.phase} of {layer.layer} {layer.mean_skipped_mass:.4g} is above "
+            f"{max_layer_skipped_mass:g}"
+            for layer in over
+        ]
+        ignore = tuple(dict.fromkeys(layer.layer for layer in over))
     if broken:
-        raise QualityError(f"sparse attention differs from dense: {'; '.join(broken)} ({comparison})")
+        hint = f"; to leave these layers dense: ignore={list(ignore)}" if ignore else ""
+        raise QualityError(
+            f"sparse attention differs from dense: {'; '.join(broken)}{hint} ({comparison})", ignore
+        )
     return comparison
 
 
@@ -313,3 +373,23 @@ def _sparsity(records: Sequence[Any]) -> dict[str, float]:
         sums[0] += int(record.skipped.sum())
         sums[1] += int(record.visited.sum())
     return {phase: skipped / max(visited, 1) for phase, (skipped, visited) in tiles.items()}
+
+
+def _layers_above(limit: float, comparison: Comparison) -> list[LayerError]:
+    """Layers whose mean skipped mass is not within the limit."""
+    measured = [(layer, layer.mean_skipped_mass) for layer in comparison.layers]
+    return [layer for layer, mass in measured if mass is not None and not mass <= limit]
+
+
+def _layer_errors(stats: Sequence[Any], masses: Sequence[Any]) -> tuple[LayerError, ...]:
+    """Sparsity and skipped mass of each layer and phase, joined by name."""
+    by_layer = {(mass.layer, mass.phase): (mass.mean, mass.max) for mass in masses}
+    return tuple(
+        LayerError(
+            record.layer,
+            record.phase,
+            record.sparsity,
+            *by_layer.get((record.layer, record.phase), (None, None)),
+        )
+        for record in stats
+    )

@@ -9,8 +9,10 @@ import hashlib
 import importlib.util
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,14 +176,22 @@ def _need(*packages: str) -> None:
 
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
+    """No bars and no warnings of transformers; its settings are as before afterwards."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_reader
     from transformers.utils import logging
 
     was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    # The bar over the tensors of a GGUF file asks none of transformers' settings.
+    bar = gguf_reader.tqdm
+    gguf_reader.tqdm = partial(bar, disable=True)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
+        gguf_reader.tqdm = bar
         logging.set_verbosity(verbosity)
         if was_shown:
             logging.enable_progress_bar()

@@ -18,16 +18,24 @@ from blasst.core.profile import Profile, model_fingerprint
 from blasst.core.types import PHASES, Phase
 from blasst.integrations.transformers_attention import Session, session_of
 from blasst.integrations.transformers_sparse import SparseHandler
-from blasst.integrations.transformers_state import LayerStats, PerPhase, ThresholdRule, resolve_rules
+from blasst.integrations.transformers_state import (
+    LayerMass,
+    LayerStats,
+    PerPhase,
+    ThresholdRule,
+    resolve_rules,
+)
 from blasst.kernels.select import IMPLS
 
 __all__ = [
     "Enabled",
+    "LayerMass",
     "LayerStats",
     "attention_stats",
     "disable",
     "enable",
     "reset_stats",
+    "skipped_mass_by_layer",
     "skipped_mass_samples",
     "skipped_mass_summary",
     "sparse_attention",
@@ -269,6 +277,29 @@ def reset_stats(model: nn.Module) -> None:
         model: an enabled model.
     """
     _handler(model)[1].reset()
+
+
+def skipped_mass_by_layer(model: nn.Module) -> list[LayerMass]:
+    """Softmax mass that the rows of each layer lost to skipping since `enable` or `reset_stats`.
+
+    Args:
+        model: enabled with measure_skipped_mass=True.
+
+    Returns:
+        One record per layer and phase that ran, prefill first.
+
+    Raises:
+        ValueError: the model is not enabled, or without measure_skipped_mass.
+    """
+    session, handler = _handler(model)
+    if not handler.measure_skipped_mass:
+        raise ValueError("model: enabled without measure_skipped_mass=True, so nothing was measured")
+    return [
+        LayerMass(session.served[layer], phase, int(mass.rows), mass.mean(), float(mass.largest))
+        for phase in PHASES
+        if phase in handler.masses
+        for layer, mass in sorted(handler.masses[phase].layers.items())
+    ]
 
 
 def skipped_mass_samples(model: nn.Module) -> dict[Phase, Tensor]:

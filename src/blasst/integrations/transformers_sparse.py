@@ -172,5 +172,6 @@ class SparseHandler:
             dense = attend(call, None, return_lse=True, impl=self.impl).lse
             assert dense is not None
             mass = -torch.expm1(result.lse - dense)  # a row that sees nothing: -inf - -inf = nan
-            self.masses.setdefault(call.phase, MassSamples()).add(mass.clamp(0.0, 1.0).abs())  # no -0.0
+            samples = self.masses.setdefault(call.phase, MassSamples())
+            samples.add(layer.index, mass.clamp(0.0, 1.0).abs())  # no -0.0
         return result.out

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -227,32 +228,67 @@ class Counters:
         return [LayerStats(names[i], phase, c.skipped.cpu(), c.visited.cpu()) for (i, phase), c in ordered]
 
 
+@dataclass(frozen=True, eq=False)
+class LayerMass:
+    """Skipped softmax mass of the rows of one layer and phase since `enable` or `reset_stats`.
+
+    Attributes:
+        layer: module name.
+        phase: "prefill" or "decode".
+        rows: number of rows, over heads and sequences.
+        mean: over rows, 0..1.
+        max: over rows, 0..1.
+    """
+
+    layer: str
+    phase: Phase
+    rows: int
+    mean: float
+    max: float
+
+
+class MassTotals(NamedTuple):
+    """Sums over rows, on the device: mass float64 (), number of rows int64 (), largest mass ()."""
+
+    total: Tensor
+    rows: Tensor
+    largest: Tensor
+
+    def plus(self, other: MassTotals) -> MassTotals:
+        """Totals of the rows of both."""
+        largest = torch.maximum(self.largest, other.largest.to(self.largest.device))
+        return MassTotals(
+            self.total + other.total.to(self.total.device),
+            self.rows + other.rows.to(self.rows.device),
+            largest,
+        )
+
+    def mean(self) -> float:
+        """Mean mass of a row; 0 without rows."""
+        return float(self.total) / max(int(self.rows), 1)
+
+
 @dataclass(eq=False)
 class MassSamples:
-    """Skipped softmax mass of rows: exact mean and maximum, and a bounded sample for the distribution.
+    """Skipped softmax mass of rows: exact mean and maximum per layer, and a bounded sample of all.
 
     Everything stays on the device until it is read. The sample takes evenly spaced rows of a call; when it is
     full, every second chunk is dropped and from then on every second call is sampled, and so on.
     """
 
-    total: Tensor | None = None
-    rows: Tensor | None = None
-    largest: Tensor | None = None
+    layers: dict[int, MassTotals] = field(default_factory=dict)
     chunks: list[Tensor] = field(default_factory=list)
     every: int = 1
     calls: int = 0
 
-    def add(self, mass: Tensor) -> None:
-        """Add the mass of each row of a call; NaN marks rows that see nothing."""
+    def add(self, layer: int, mass: Tensor) -> None:
+        """Add the mass of each row of a call of a layer; NaN marks rows that see nothing."""
         flat = mass.flatten()
         valid = ~flat.isnan()
         clean = flat.nan_to_num(nan=0.0)
-        total, rows, largest = clean.sum(dtype=torch.float64), valid.sum(), clean.amax()
-        if self.total is None or self.rows is None or self.largest is None:
-            self.total, self.rows, self.largest = total, rows, largest
-        else:
-            self.total, self.rows = self.total + total, self.rows + rows
-            self.largest = torch.maximum(self.largest, largest)
+        totals = MassTotals(clean.sum(dtype=torch.float64), valid.sum(), clean.amax())
+        known = self.layers.get(layer)
+        self.layers[layer] = totals if known is None else known.plus(totals)
         if self.calls % self.every == 0:
             step = max(1, flat.numel() // SAMPLES_PER_CALL)
             self.chunks.append(flat[self.calls % step :: step][:SAMPLES_PER_CALL].clone())
@@ -270,12 +306,12 @@ class MassSamples:
     def summary(self) -> dict[str, float]:
         """Mean and max over all rows, p99 from the sample, and the number of rows."""
         sample = self.samples()
-        if self.total is None or self.rows is None or self.largest is None or not len(sample):
+        if not self.layers or not len(sample):
             return {"mean": 0.0, "p99": 0.0, "max": 0.0, "rows": 0}
-        rows = int(self.rows)
+        totals = functools.reduce(MassTotals.plus, self.layers.values())
         return {
-            "mean": float(self.total) / max(rows, 1),
+            "mean": totals.mean(),
             "p99": float(torch.quantile(sample[: 1 << 23].double(), 0.99)),
-            "max": float(self.largest),
-            "rows": rows,
+            "max": float(totals.largest),
+            "rows": int(totals.rows),
         }
