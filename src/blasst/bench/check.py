@@ -55,7 +55,9 @@ def check_close(got: Tensor, want: Tensor, name: str) -> None:
         WrongResultError: they differ by more than rounding, or one is not finite.
     """
     if got.shape != want.shape or got.dtype != want.dtype:
-        raise WrongResultError(f"{name}: {got.dtype} {tuple(got.shape)}, want {want.dtype} {tuple(want.shape)}")
+        raise WrongResultError(
+            f"{name}: {got.dtype} {tuple(got.shape)}, want {want.dtype} {tuple(want.shape)}"
+        )
     allowed = _relative_error_allowed(got.dtype)
     for begin in range(0, got.shape[1], _ROWS_AT_ONCE):
         rows = slice(begin, begin + _ROWS_AT_ONCE)
@@ -198,9 +200,7 @@ class SampledTiles:
                 want, magnitude = self._halves(truth.out)
                 yardstick = self._reference(place.q, place.k, place.values, kept, exact=False).out
                 got = place.rows_of(out)
-                assert_within_budget(
-                    got, want, self._halves(yardstick)[0], magnitude=float(magnitude.max())
-                )
+                assert_within_budget(got, want, self._halves(yardstick)[0], magnitude=float(magnitude.max()))
             except AssertionError as error:
                 raise WrongResultError(f"{name}, query tile {place.tile}: {error}") from error
             difference = float((got.double() - want).square().mean().sqrt())

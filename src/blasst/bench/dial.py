@@ -29,9 +29,7 @@ class DialledThreshold(NamedTuple):
     sparsity: float
 
 
-def dial_sparsity(
-    sparsity_of: Callable[[float], float], wanted: Sequence[float]
-) -> list[DialledThreshold]:
+def dial_sparsity(sparsity_of: Callable[[float], float], wanted: Sequence[float]) -> list[DialledThreshold]:
     """Bisect ln(threshold) for each wanted sparsity; what is learned for one narrows the next.
 
     Args:

@@ -116,7 +116,9 @@ def captured_inputs(path: Path, *, dtype: torch.dtype, device: torch.device) -> 
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     same_rows = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
     if not same_rows or k.shape != v.shape or q.shape[2] % k.shape[2]:
-        raise ValueError(f"{path}: wants (batch, seqlen, heads, head_dim), one seqlen and head_dim; got {shapes}")
+        raise ValueError(
+            f"{path}: wants (batch, seqlen, heads, head_dim), one seqlen and head_dim; got {shapes}"
+        )
     name, scale = content.get("name", path.stem), content.get("softmax_scale", q.shape[-1] ** -0.5)
     q, k, v = (x.to(device=device, dtype=dtype).contiguous() for x in (q, k, v))
     return Inputs(f"captured: {name}", q, k, v, float(scale))
