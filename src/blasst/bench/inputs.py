@@ -36,8 +36,8 @@ class Inputs:
 
     def first(self, seqlen: int) -> Inputs:
         """The same with only the first seqlen tokens."""
-        parts = (x[:, :seqlen].contiguous() for x in (self.q, self.k, self.v))
-        return Inputs(self.name, *parts, self.softmax_scale)
+        q, k, v = (x[:, :seqlen].contiguous() for x in (self.q, self.k, self.v))
+        return Inputs(self.name, q, k, v, self.softmax_scale)
 
     def visible_pairs(self, causal: bool) -> int:
         """Pairs of a row and a key that the mask lets it see, over batch and query heads."""
@@ -58,11 +58,11 @@ def hot_and_cold_inputs(
 ) -> Inputs:
     """Heavy-tailed inputs whose sparsity follows ln(threshold) almost linearly, from 0 to about 0.95.
 
-    Keys come in blocks of 128. A block is hot with chance 0.05 (the first always is), at level 0; a cold block
-    has a level drawn evenly from 8 to 40 nats lower, for each sequence and KV head. The score of row r and
-    key c is level[block of c] + 0.5 * N(0, 1) nats at softmax_scale head_dim ** -0.5. All rows agree on the
-    levels, so all query tiles of a KV head skip about the same key tiles. Made in the dtype and on the device
-    asked for; memory is that of q, k and v, work is linear in seqlen.
+    Keys come in blocks of 128, one key tile. A block is hot with chance 0.05 (the first always is), at level
+    0; a cold block has a level drawn evenly from 8 to 40 nats lower, for each sequence and KV head. The score
+    of row r and key c is level[block of c] + 0.5 * N(0, 1) nats at softmax_scale head_dim ** -0.5. All rows
+    agree on the levels, so all query tiles of a KV head skip about the same key tiles. Made in the dtype and
+    on the device asked for; memory is that of q, k and v, work is linear in seqlen.
 
     Args:
         batch: sequences.

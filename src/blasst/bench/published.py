@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-#: Dense bf16 matrix multiplication (8192 ** 3, cuBLAS) on one H200, TFLOP/s; measured in the run of PEERS.
+#: Dense bf16 matrix multiplication (8192 ** 3, cuBLAS) on one H200, TFLOP/s; measured on the H200 of PEERS.
 MATMUL_TFLOPS_H200 = 786.0
 
 PEERS_SOURCE = (
@@ -70,8 +70,8 @@ PEERS = (
     PeerTime(TRTLLM_SKIP, 65536, 0.893, 37.744),
 )
 
-#: (sparsity, speed-up over the dense kernel that the paper compares with, 610 TFLOP/s): H200, prefill, batch 1,
-#: 64K, 64/4 heads, head_dim 128, bf16. Source: BLASST, arXiv:2512.12087, kernel speed-ups, read off.
+#: (sparsity, speed-up over the dense baseline that the paper names): H200, prefill, batch 1, 64K.
+#: Source: BLASST, arXiv:2512.12087, figure of kernel speed-ups, transcribed.
 PAPER_SEQLEN = 65536
 PAPER_H200_PREFILL = (
     (0.0, 1.0),

@@ -169,7 +169,7 @@ _REPEATED = ("gpu", "commit")
 def append_rows(path: Path, rows: Iterable[BenchmarkRow], environment_block: dict[str, Any]) -> None:
     """Add rows to a JSONL file, each line with the schema version and the environment.
 
-    A line holds the fields of BenchmarkRow, "schema", "environment", and "gpu" and "commit" out of the latter.
+    A line holds the fields of BenchmarkRow, "schema", "environment", and the latter's "gpu" and "commit".
 
     Args:
         path: file to append to; created with its folders when missing.

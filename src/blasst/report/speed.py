@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -92,7 +93,7 @@ def _draw_published(ax: Axes, seqlen: int) -> None:
             marker="v",
             linewidth=1.2,
             linestyle=":",
-            label="BLASST paper, H200, 64/4 heads,\nover its own dense baseline",
+            label="BLASST paper, H200, batch 1,\nover its own dense baseline",
         )
 
 
@@ -105,7 +106,13 @@ def _draw_roofline(ax: Axes, cudnn_tflops: float) -> None:
         linewidth=1.2,
         label=f"roofline 2 x {published.MATMUL_TFLOPS_H200:.0f} / (2 - s) TFLOP/s",
     )
-    right = ax.secondary_yaxis("right", functions=(lambda y: y * cudnn_tflops, lambda y: y / cudnn_tflops))
+    right = ax.secondary_yaxis(
+        "right",
+        functions=(
+            lambda y: np.asarray(y, dtype=np.float64) * cudnn_tflops,
+            lambda y: np.asarray(y, dtype=np.float64) / cudnn_tflops,
+        ),
+    )
     right.set_ylabel("dense-equivalent TFLOP/s of this run", fontsize=8)
     right.tick_params(labelsize=8)
 
