@@ -7,7 +7,7 @@ import sys
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -16,19 +16,21 @@ from blasst.calibrate.engines import Engine
 from blasst.cli_arguments import (
     DEFAULT_MODEL,
     INSTALL_MODEL,
+    Json,
     LengthList,
+    Lengths,
+    Thresholds,
     device_name,
     existing_file,
     existing_folder,
-    linear_threshold,
     model_argument,
     output_file,
     output_folder,
     profile_file,
-    sequence_lengths,
     sparse_settings,
     sparsity_target,
 )
+from blasst.cli_bench import bench_app
 from blasst.cli_output import error_console, print_json, print_table, progress_bar
 from blasst.core.errors import BlasstError
 
@@ -39,8 +41,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench")
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON line and no table.")]
 Model = Annotated[
     str,
     typer.Argument(
@@ -57,18 +59,7 @@ Targets = Annotated[
         "--target", parser=sparsity_target, metavar="S", help="Target sparsity in [0, 1); repeatable."
     ),
 ]
-Thresholds = Annotated[
-    list[float] | None,
-    typer.Option(
-        "--threshold", parser=linear_threshold, metavar="T", help="Threshold in [0, 1]; repeatable."
-    ),
-]
-Lengths = Annotated[
-    LengthList, typer.Option(parser=sequence_lengths, metavar="L,L", help='Tokens, for example "1K,4096".')
-]
-
 _CALIBRATION_LENGTHS = LengthList((1024, 2048, 4096, 8192))
-_BENCH_LENGTHS = LengthList((1024, 4096))
 _EVAL_LENGTHS = LengthList((4096,))
 
 _show_traceback = False
@@ -147,55 +138,6 @@ def calibrate(
     if not json_output:
         print_table(f"Calibration of {loaded.name}", rows)
     print_json({"profile": str(out), "phases": rows})
-
-
-@app.command()
-def bench(
-    phase: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="What to time.")] = "both",
-    lengths: Lengths = _BENCH_LENGTHS,
-    threshold: Thresholds = None,
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
-    kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads.")] = 2,
-    head_dim: Annotated[int, typer.Option(min=16, max=256)] = 64,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option()] = "float32",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each variant, interleaved.")] = 5,
-    device: Device = "cpu",
-    out: Annotated[
-        Path | None, typer.Option(parser=output_file, metavar="FILE", help="Append the rows as JSON lines.")
-    ] = None,
-    json_output: Json = False,
-) -> None:
-    """Time the portable kernels, dense and sparse, against torch's dense attention; correctness first."""
-    if heads % kv_heads:
-        raise typer.BadParameter(f"--kv-heads {kv_heads} does not divide --heads {heads}")
-    import torch
-
-    from blasst.bench.portable import Setting, measure
-    from blasst.bench.record import append_rows, environment
-
-    phases: list[Literal["prefill", "decode"]] = ["prefill", "decode"] if phase == "both" else [phase]
-    settings = [Setting(p, n, batch, heads, kv_heads, head_dim) for p in phases for n in lengths]
-    rows = []
-    with progress_bar("bench") as progress:
-        for done, setting in enumerate(settings):
-            progress(done, len(settings), f"{setting.phase} {setting.seqlen}")
-            rows += measure(
-                setting,
-                threshold or [1e-4, 1e-2],
-                device=torch.device(device),
-                dtype=getattr(torch, dtype),
-                repeats=repeats,
-            )
-    block = environment()
-    if out is not None:
-        append_rows(out, rows, block)
-    if not json_output:
-        shown = {"kernel": "kernel", "phase": "phase", "keys": "seqlen_k", "threshold": "threshold"}
-        shown |= {"sparsity": "sparsity", "ms": "time_ms", "ms low": "time_ms_low", "ms high": "time_ms_high"}
-        table = [{name: asdict(row)[key] for name, key in shown.items()} for row in rows]
-        print_table(f"Median times; inputs: {rows[0].inputs}", table)
-    print_json({"rows": [asdict(row) for row in rows], "environment": block})
 
 
 @app.command("eval")

@@ -9,7 +9,7 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -89,6 +89,67 @@ def sequence_lengths(text: str | LengthList) -> LengthList:
             raise typer.BadParameter(f"{part.strip()!r} is not a positive length; write for example 1K,4096")
         lengths.append(length)
     return LengthList(sorted(set(lengths)))
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON line and no table.")]
+Lengths = Annotated[
+    LengthList, typer.Option(parser=sequence_lengths, metavar="L,L", help='Tokens, for example "1K,4096".')
+]
+Thresholds = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--threshold", parser=linear_threshold, metavar="T", help="Threshold in [0, 1]; repeatable."
+    ),
+]
+
+
+class SparsityList(tuple[float, ...]):
+    """Wanted sparsities, ascending; a type of its own, as LengthList."""
+
+
+def sparsity_list(text: str | SparsityList) -> SparsityList:
+    """Comma-separated sparsities, each in (0, 1): "0.5,0.8".
+
+    Args:
+        text: what was typed, or a default.
+
+    Raises:
+        typer.BadParameter: not a list of numbers in the range.
+    """
+    if isinstance(text, SparsityList):
+        return text
+    values = [_number(part.strip(), "sparsity") for part in text.split(",")]
+    for value in values:
+        if not 0.0 < value < 1.0:
+            raise typer.BadParameter(f"sparsity {value:g} is outside (0, 1)")
+    return SparsityList(sorted(set(values)))
+
+
+class HeadCounts(NamedTuple):
+    """Query heads, and key and value heads."""
+
+    num_heads: int
+    num_kv_heads: int
+
+
+def head_counts(text: str | HeadCounts) -> HeadCounts:
+    """Query heads and KV heads: "32/8"; one number for both.
+
+    Args:
+        text: what was typed, or a default.
+
+    Raises:
+        typer.BadParameter: not two positive counts, the second a divisor of the first.
+    """
+    if isinstance(text, HeadCounts):
+        return text
+    parts = text.split("/")
+    if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
+        raise typer.BadParameter(f"{text!r} is no number of heads; write for example 32/8")
+    counts = HeadCounts(int(parts[0]), int(parts[-1]))
+    if min(counts) < 1 or counts.num_heads % counts.num_kv_heads:
+        raise typer.BadParameter(f"{text!r}: KV heads must divide the query heads")
+    return counts
 
 
 def model_argument(text: str) -> str:

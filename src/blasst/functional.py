@@ -14,6 +14,7 @@ from blasst.core.problem import AttentionProblem
 from blasst.core.threshold import threshold_from_scale_factor
 from blasst.core.types import MAX_DECODE_TOKENS, AttentionOutput, Phase
 from blasst.kernels import op, select
+from blasst.kernels.names import IMPLS
 
 
 @dataclass(frozen=True)
@@ -403,8 +404,8 @@ def _problem(
     block_table: Tensor | None = None,
 ) -> AttentionProblem:
     """Check the shared options and build the problem."""
-    if options.impl not in select.IMPLS:
-        raise ValueError(f"impl: got {options.impl!r}, want one of {', '.join(select.IMPLS)}")
+    if options.impl not in IMPLS:
+        raise ValueError(f"impl: got {options.impl!r}, want one of {', '.join(IMPLS)}")
     checks.check_no_grad(q, k, v, options.sinks)
     checks.check_dtype(q, options.impl)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1

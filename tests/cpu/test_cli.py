@@ -42,10 +42,17 @@ BAD_ARGUMENTS = {
     "unknown device": ("eval", "--threshold", "0.1", "--device", "nonsense"),
     "negative decode tokens": ("inspect", "--threshold", "0.1", "--decode-tokens", "-1"),
     "negative items": ("eval", "--threshold", "0.1", "--items", "-3"),
-    "lengths that are none": ("bench", "--lengths", "4K,many"),
-    "zero length": ("bench", "--lengths", "0"),
-    "kv heads do not divide": ("bench", "--kv-heads", "3"),
-    "output below a file": ("bench", "--out", "{file}/rows.jsonl"),
+    "lengths that are none": ("bench", "portable", "--lengths", "4K,many"),
+    "zero length": ("bench", "portable", "--lengths", "0"),
+    "kv heads do not divide": ("bench", "portable", "--kv-heads", "3"),
+    "output below a file": ("bench", "portable", "--out", "{file}/rows.jsonl"),
+    "heads that do not divide": ("bench", "prefill", "--heads", "8/3"),
+    "heads that are none": ("bench", "prefill", "--heads", "many"),
+    "sparsity of 1": ("bench", "prefill", "--sparsities", "0.5,1"),
+    "unknown kernel": ("bench", "prefill", "--impl", "nothing"),
+    "capture with heads": ("bench", "prefill", "--capture", "{file}", "--heads", "8/2"),
+    "plot of no rows": ("bench", "plot", "{file}", "--out", "{folder}/p.png"),
+    "plot without an output": ("bench", "plot", "{file}"),
     "output folder is a file": ("demo", "--out", "{file}"),
     "calibrate into a folder": ("calibrate", "--out", "{folder}"),
     "calibrate decode tokens negative": ("calibrate", "--out", "{folder}/p.json", "--decode-tokens", "-1"),
@@ -132,13 +139,15 @@ def test_doctor_json_is_one_line_with_states() -> None:
         assert finding["detail"]
 
 
-def test_bench_checks_and_prints_json_last(tmp_path: Path) -> None:
+def test_bench_portable_checks_and_prints_json_last(tmp_path: Path) -> None:
     out = tmp_path / "new" / "rows.jsonl"
     sizes = ("--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--lengths", "512", "--repeats", "1")
-    done = run("bench", *sizes, "--threshold", "0.1", "--out", str(out))
+    done = run("bench", "portable", *sizes, "--threshold", "0.1", "--out", str(out))
     assert done.returncode == 0, done.stderr
     last = json.loads(done.stdout.strip().splitlines()[-1])
-    kernels = [(row["kernel"], row["threshold"]) for row in last["rows"] if row["phase"] == "prefill"]
+    kernels = [
+        (row["kernel"], row["threshold"]) for row in last["rows"] if row["bench"] == "portable prefill"
+    ]
     assert kernels == [("torch sdpa", None), ("blasst eager", 0.0), ("blasst eager", 0.1)]
     assert all(row["sparsity"] > 0 for row in last["rows"] if row["threshold"] == 0.1)
     assert all(row["sparsity"] == 0 for row in last["rows"] if row["threshold"] != 0.1)

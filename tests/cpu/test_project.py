@@ -166,9 +166,17 @@ def test_documents_name_existing_paths_and_commands(document: Path) -> None:
             missing.append(quoted)
     missing += [f"make {t}" for t in re.findall(r"`make ([a-z-]+)`", text) if t not in make_targets()]
     help_text = (SOURCE / "cli.py").read_text()
+    bench_text = (SOURCE / "cli_bench.py").read_text()
     for command in re.findall(r"\bblasst (doctor|calibrate|eval|inspect|bench|export|report|demo)\b", text):
-        if f"def {command}(" not in help_text and f'command("{command}")' not in help_text:
+        if not any(f'{form}"{command}")' in help_text for form in ("command(", "name=")) and (
+            f"def {command}(" not in help_text
+        ):
             missing.append(f"blasst {command}")
+    missing += [
+        f"blasst bench {command}"
+        for command in re.findall(r"\bblasst bench (\w+)\b(?=[^\n]*`)", text)
+        if f"def {command}(" not in bench_text
+    ]
     assert missing == []
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from blasst.bench.record import BenchmarkRow
+from blasst.bench.check import WrongResultError
+from blasst.bench.record import BenchmarkRow, command_line
 from blasst.bench.timing import interleaved
-from blasst.core.errors import BlasstError
 from blasst.core.reference import reference_attention
 from blasst.core.types import AttentionOutput, Phase
 from blasst.functional import blasst_attn_func, blasst_attn_with_kvcache
@@ -24,10 +23,6 @@ DENSE_BASELINE = "torch sdpa"
 #: more, so that one run shows several sparsities.
 _HOT_FRACTION = 0.1
 _COLD_NATS = (2.0, 14.0)
-
-
-class WrongResultError(BlasstError):
-    """A kernel's output is outside its error budget; its time is not reported."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +175,7 @@ def measure(
     return [
         BenchmarkRow(
             kernel=" ".join(name.split(" ")[:2]),
-            phase=setting.phase,
+            bench=f"portable {setting.phase}",
             inputs=f"heavy-tailed, hot {_HOT_FRACTION:g}, cold {_COLD_NATS[0]:g} to {_COLD_NATS[1]:g} nats",
             dtype=str(dtype).removeprefix("torch."),
             batch=setting.batch,
@@ -189,17 +184,18 @@ def measure(
             num_heads=setting.num_heads,
             num_kv_heads=setting.num_kv_heads,
             head_dim=setting.head_dim,
-            head_dim_v=setting.head_dim,
             causal=setting.phase == "prefill",
             threshold=found[name][0],
             sparsity=found[name][1],
-            time_ms=timing.median,
-            time_ms_low=timing.low,
-            time_ms_high=timing.high,
+            ms=timing.median,
+            ms_low=timing.low,
+            ms_high=timing.high,
             repeats=timing.repeats,
             tflops=setting.operations / timing.median / 1e9,
+            ratio_to_cudnn=None,
+            ratio_to_own_dense=None,
             max_error=found[name][2],
-            command=" ".join(["blasst", *sys.argv[1:]]),
+            command=command_line(),
         )
         for name, timing in timings.items()
     ]

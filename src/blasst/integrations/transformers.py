@@ -25,7 +25,7 @@ from blasst.integrations.transformers_state import (
     ThresholdRule,
     resolve_rules,
 )
-from blasst.kernels.select import IMPLS
+from blasst.kernels.names import IMPLS
 
 __all__ = [
     "Enabled",

@@ -85,8 +85,6 @@ KERNELS = {
 AUTO_ON_GPU = ("hopper", "triton", "eager")
 AUTO_ELSEWHERE = ("eager",)
 
-IMPLS = ("auto", *KERNELS)
-
 
 def choose(problem: AttentionProblem, impl: str) -> Kernel:
     """The kernel for a problem.

@@ -69,9 +69,7 @@ def _shape_reason(problem: AttentionProblem) -> str | None:
 def _addressable(tensor: Tensor) -> bool:
     """Whether TMA can address rows of a tensor."""
     size = tensor.element_size()
-    strides = [
-        stride * size for stride, length in zip(tensor.stride()[:-1], tensor.shape[:-1]) if length > 1
-    ]
+    strides = [stride * size for stride, length in zip(tensor.stride()[:-1], tensor.shape[:-1]) if length > 1]
     return tensor.data_ptr() % _ALIGNMENT == 0 and all(
         0 < stride < _MAX_STRIDE and stride % _ALIGNMENT == 0 for stride in strides
     )

@@ -75,7 +75,8 @@ def compile_source(file: str, macros: Mapping[str, int], *, verbose: bool = Fals
         program = Program(sources()[file], "c++", options)
         code = program.compile("cubin", logs=log)
     except Exception as error:
-        raise RuntimeError(f"{file} with {dict(macros)} does not compile:\n{error}\n{log.getvalue()}") from error
+        text = f"{file} with {dict(macros)} does not compile:\n{error}\n{log.getvalue()}"
+        raise RuntimeError(text) from error
     return bytes(code.code), log.getvalue()
 
 

@@ -77,10 +77,7 @@ class _Params(ctypes.Structure):
                 "guard_values",
             )
         ]
-        + [
-            (name, ctypes.c_float)
-            for name in ("scale_log2", "unit", "score_factor", "score_cap", "eps")
-        ]
+        + [(name, ctypes.c_float) for name in ("scale_log2", "unit", "score_factor", "score_cap", "eps")]
         + [("padding", ctypes.c_uint8 * 64)]
     )
 
@@ -255,4 +252,3 @@ def run(problem: AttentionProblem) -> AttentionOutput:
             )
         )
     return outputs.result(problem)
-

@@ -1,0 +1,213 @@
+"""`blasst bench`: parses, calls, prints. Heavy imports happen inside a command, after its checks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from blasst.cli_arguments import (
+    HeadCounts,
+    Json,
+    LengthList,
+    Lengths,
+    SparsityList,
+    Thresholds,
+    existing_file,
+    head_counts,
+    output_file,
+    sequence_lengths,
+    sparsity_list,
+)
+from blasst.cli_output import error_console, print_json, print_table, progress_bar
+from blasst.kernels.names import Impl
+
+if TYPE_CHECKING:
+    import torch
+
+    from blasst.bench.inputs import Inputs
+    from blasst.bench.record import BenchmarkRow
+
+bench_app = typer.Typer(
+    help="Time kernels, dense and sparse, on the same inputs; correctness first.", no_args_is_help=True
+)
+
+Rows = Annotated[
+    Path | None, typer.Option(parser=output_file, metavar="FILE", help="Append the rows as JSON lines.")
+]
+
+_PORTABLE_LENGTHS = LengthList((1024, 4096))
+_PREFILL_LENGTHS = LengthList((16384, 65536))
+_PREFILL_HEADS = HeadCounts(32, 8)
+_SPARSITIES = SparsityList((0.25, 0.5, 0.7, 0.8, 0.9))
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def _table(rows: list[BenchmarkRow], names: dict[str, str]) -> list[dict[str, Any]]:
+    """Rows with the shown columns only: title -> field."""
+    return [{title: asdict(row)[field] for title, field in names.items()} for row in rows]
+
+
+@bench_app.command()
+def portable(
+    phase: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="What to time.")] = "both",
+    lengths: Lengths = _PORTABLE_LENGTHS,
+    threshold: Thresholds = None,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads.")] = 2,
+    head_dim: Annotated[int, typer.Option(min=16, max=256)] = 64,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option()] = "float32",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each variant, interleaved.")] = 5,
+    device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
+    out: Rows = None,
+    json_output: Json = False,
+) -> None:
+    """Small sizes of both phases at given thresholds, every output against the float64 reference."""
+    if heads % kv_heads:
+        raise typer.BadParameter(f"--kv-heads {kv_heads} does not divide --heads {heads}")
+    import torch
+
+    from blasst.bench.portable import Setting, measure
+    from blasst.bench.record import append_rows, environment
+
+    phases: list[Literal["prefill", "decode"]] = ["prefill", "decode"] if phase == "both" else [phase]
+    settings = [Setting(p, n, batch, heads, kv_heads, head_dim) for p in phases for n in lengths]
+    rows = []
+    with progress_bar("bench") as progress:
+        for done, setting in enumerate(settings):
+            progress(done, len(settings), f"{setting.phase} {setting.seqlen}")
+            rows += measure(
+                setting,
+                threshold or [1e-4, 1e-2],
+                device=torch.device(device),
+                dtype=getattr(torch, dtype),
+                repeats=repeats,
+            )
+    block = environment()
+    if out is not None:
+        append_rows(out, rows, block)
+    if not json_output:
+        shown = {"kernel": "kernel", "bench": "bench", "keys": "seqlen_k", "threshold": "threshold"}
+        shown |= {"sparsity": "sparsity", "ms": "ms", "ms low": "ms_low", "ms high": "ms_high"}
+        print_table(f"Median times; inputs: {rows[0].inputs}", _table(rows, shown))
+    print_json({"rows": [asdict(row) for row in rows], "environment": block})
+
+
+def _lengths_of_capture(wanted: LengthList | None, whole: Inputs) -> LengthList:
+    """The lengths to measure of captured inputs: all of them, or what was asked for."""
+    longest = whole.q.shape[1]
+    if wanted is not None and wanted[-1] > longest:
+        raise typer.BadParameter(f"--seqlens {wanted[-1]}: the capture holds {longest} tokens")
+    return wanted or LengthList((longest,))
+
+
+def _check_capture(**others: object) -> None:
+    given = [f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None]
+    if given:
+        raise typer.BadParameter(f"{', '.join(given)}: with --capture the file gives the shape")
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+@bench_app.command()
+def prefill(
+    seqlens: Annotated[
+        LengthList | None,
+        typer.Option(
+            parser=sequence_lengths, metavar="L,L", help="Tokens; default 16K,64K or the capture's."
+        ),
+    ] = None,
+    heads: Annotated[
+        HeadCounts | None,
+        typer.Option(parser=head_counts, metavar="Q/KV", help="Query and KV heads; default 32/8."),
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(min=2, help="Default 128.")] = None,
+    dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option()] = "bf16",
+    batch: Annotated[int | None, typer.Option(min=1, help="Default 1.")] = None,
+    non_causal: Annotated[bool, typer.Option("--non-causal", help="Every row sees every key.")] = False,
+    impl: Annotated[Impl, typer.Option(help="Kernel, as in blasst_attn_func.")] = "auto",
+    sparsities: Annotated[
+        SparsityList, typer.Option(parser=sparsity_list, metavar="S,S", help="Wanted sparsities.")
+    ] = _SPARSITIES,
+    capture: Annotated[
+        Path | None,
+        typer.Option(
+            parser=existing_file, metavar="FILE", help="torch file with q, k and v of a real model."
+        ),
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Timed calls; default: about 200 ms of each variant.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Annotated[str | None, typer.Option(help="torch device; default cuda if there is one.")] = None,
+    out: Rows = None,
+    json_output: Json = False,
+) -> None:
+    """Long prefill: ours dense, at threshold 0 and at wanted sparsities, beside cuDNN."""
+    if capture is not None:
+        _check_capture(heads=heads, head_dim=head_dim, batch=batch)
+    import torch
+
+    from blasst.bench.inputs import captured_inputs, hot_and_cold_inputs
+    from blasst.bench.prefill import measure_prefill
+    from blasst.bench.record import append_rows, environment
+
+    where, torch_dtype = _device(device), getattr(torch, _DTYPES[dtype])
+    whole = None if capture is None else captured_inputs(capture, dtype=torch_dtype, device=where)
+    lengths = (seqlens or _PREFILL_LENGTHS) if whole is None else _lengths_of_capture(seqlens, whole)
+    block, rows, notes = environment(), [], []
+    with progress_bar("bench prefill") as progress:
+        for done, seqlen in enumerate(lengths):
+            progress(done, len(lengths), f"{seqlen} tokens")
+            if whole is None:
+                counts = heads or _PREFILL_HEADS
+                inputs = hot_and_cold_inputs(
+                    batch or 1, seqlen, *counts, head_dim or 128, dtype=torch_dtype, device=where, seed=seed
+                )
+            else:
+                inputs = whole.first(seqlen)
+            result = measure_prefill(
+                inputs, sparsities, causal=not non_causal, impl=impl, repeats=repeats, seed=seed
+            )
+            rows += result.rows
+            notes += [f"{seqlen} tokens: {note}" for note in result.notes]
+            if out is not None:  # at once: a later length may fail
+                append_rows(out, result.rows, block)
+    if json_output:
+        print_json({"rows": [asdict(row) for row in rows], "notes": notes, "environment": block})
+        return
+    for note in notes:
+        error_console.print(f"note: {note}", markup=False)
+    shown = {"kernel": "kernel", "tokens": "seqlen_k", "threshold": "threshold", "sparsity": "sparsity"}
+    shown |= {"ms": "ms", "TFLOP/s": "tflops", "x cudnn": "ratio_to_cudnn", "x dense": "ratio_to_own_dense"}
+    print_table(f"Prefill, dense-equivalent TFLOP/s; {rows[0].inputs}", _table(rows, shown))
+
+
+@bench_app.command()
+def plot(
+    files: Annotated[
+        list[Path],
+        typer.Argument(parser=existing_file, metavar="FILE...", help="JSON lines of `blasst bench prefill`."),
+    ],
+    out: Annotated[Path, typer.Option(parser=output_file, metavar="FILE", help="PNG to write.")],
+    json_output: Json = False,
+) -> None:
+    """Speed-up over the dense baseline against sparsity, beside published figures and the roofline."""
+    from blasst.bench.record import read_rows
+    from blasst.report.speed import speed_figure
+    from blasst.report.style import save_png
+
+    figure = speed_figure([pair for file in files for pair in read_rows(file)])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_png(figure, out)
+    if json_output:
+        print_json({"file": str(out)})
+    else:
+        print_table("Written", [{"file": str(out)}])

@@ -1,0 +1,9 @@
+"""Names of the kernels, in a file that needs no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Impl = Literal["auto", "hopper", "triton", "eager", "reference"]
+
+IMPLS: tuple[Impl, ...] = ("auto", "hopper", "triton", "eager", "reference")
