@@ -65,7 +65,7 @@ BAD_ARGUMENTS = {
 }
 
 #: Cases that need more than the arguments to be seen.
-NEEDS_TORCH = {"profile of nothing"}
+NEEDS_TORCH = {"profile of nothing", "plot of no rows"}
 
 
 def filled(arguments: tuple[str, ...], folder: Path) -> tuple[str, ...]:

@@ -13,7 +13,7 @@
 #include "ptx.cuh"
 
 #ifndef PARTS
-#define PARTS 1
+#define PARTS 4
 #endif
 #ifndef NOV
 #define NOV 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from blasst.core.problem import AttentionProblem
 from blasst.core.types import PREFILL_TILE, AttentionOutput, num_tiles
+from blasst.kernels.hopper import DTYPES, HEAD_DIMS
 from blasst.kernels.hopper.compile import checked, load_kernel
 from blasst.kernels.triton.launch import LOG2_E, UNLIMITED, Outputs, allocate, flags
 
@@ -26,6 +29,7 @@ _SECTION_BYTES = 32 * 2**20
 #: Barriers, work slots and tile descriptions, rounded up.
 _STATE_BYTES = 1024
 _SHARED_BYTES = 227 * 1024
+_MAX_STAGES = 6
 
 
 class _Params(ctypes.Structure):
@@ -121,21 +125,33 @@ def _map_of(tensor: Tensor, rows: int) -> Any:
     return _tensor_map(four.data_ptr(), four.dtype, tuple(four.shape), four.stride(), rows)
 
 
-def macros(problem: AttentionProblem) -> dict[str, int]:
-    """What the build for a problem defines."""
-    rule = flags(problem)
-    dim = problem.head_dim
-    chunks = num_tiles(dim, CHUNK)
-    tile_bytes = chunks * CHUNK * 2 * KEY_TILE
+def build(head_dim: int, dtype: torch.dtype, *, paged: bool = False, **rule: Any) -> dict[str, int]:
+    """What a build defines; rule holds SKIP, MASS, BUDGET and SOFTCAP."""
+    tile_bytes = num_tiles(head_dim, CHUNK) * CHUNK * 2 * KEY_TILE
     stages = (_SHARED_BYTES - _STATE_BYTES - tile_bytes) // (2 * tile_bytes)
     return {
-        "HEAD_DIM": dim,
-        "HEAD_DIM_V": problem.head_dim_v,
-        "BF16": int(problem.q.dtype == torch.bfloat16),
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim,
+        "BF16": int(dtype == torch.bfloat16),
         **{name: int(rule[name]) for name in ("SKIP", "MASS", "BUDGET", "SOFTCAP")},
-        "PAGED": int(problem.block_table is not None),
-        "STAGES": min(stages, 6),
+        "PAGED": int(paged),
+        "STAGES": min(stages, _MAX_STAGES),
     }
+
+
+def builds() -> Iterator[dict[str, int]]:
+    """Every build that a call can ask for."""
+    rules = [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)]
+    for dim, dtype, (skip, mass, budget), softcap, paged in product(
+        HEAD_DIMS, DTYPES, rules, (0, 1), (False, True)
+    ):
+        yield build(dim, dtype, paged=paged, SKIP=skip, MASS=mass, BUDGET=budget, SOFTCAP=softcap)
+
+
+def macros(problem: AttentionProblem) -> dict[str, int]:
+    """The build for a problem."""
+    paged = problem.block_table is not None
+    return build(problem.head_dim, problem.q.dtype, paged=paged, **flags(problem))
 
 
 def shared_bytes(defined: dict[str, int]) -> int:
