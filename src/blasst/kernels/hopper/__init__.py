@@ -17,8 +17,6 @@ from blasst.core.problem import AttentionProblem
 HEAD_DIMS = (64, 96, 128)
 DTYPES = (torch.float16, torch.bfloat16)
 
-#: A page is a whole number of these, or one of them is a whole number of pages.
-_KEY_TILE = 128
 _MIN_PAGE = 16
 
 #: TMA addresses rows in units of 16 bytes, with strides below 2**40 bytes.
@@ -51,8 +49,8 @@ def _shape_reason(problem: AttentionProblem) -> str | None:
         return f"softmax_scale is {problem.softmax_scale}, supported are positive ones"
     if problem.block_table is not None:
         page = problem.k.shape[1]
-        if page % _KEY_TILE and (_KEY_TILE % page or page < _MIN_PAGE):
-            return f"page_size is {page}, supported are 16, 32, 64 and multiples of 128"
+        if page < _MIN_PAGE or page & (page - 1):
+            return f"page_size is {page}, supported are powers of two from {_MIN_PAGE}"
         if problem.leftpad_k is not None:
             return "leftpad_k with a block_table"
     for name, tensor in (("q", q), ("k", problem.k), ("v", problem.v)):

@@ -9,15 +9,9 @@
 //
 // Shared memory (head_dim 128): Q 32 KB, K and V 32 KB a stage. Registers of a consumer thread: O 64, scores
 // 2 x 64, row state. Compile-time: HEAD_DIM, HEAD_DIM_V (64, 96, 128), BF16, SKIP, MASS, BUDGET, SOFTCAP, PAGED,
-// STAGES. What is computed: docs/method.md.
+// STAGES, PARTS. What is computed: docs/method.md.
 #include "ptx.cuh"
 
-#ifndef PARTS
-#define PARTS 4
-#endif
-#ifndef NOV
-#define NOV 0
-#endif
 
 namespace {
 
@@ -26,6 +20,9 @@ constexpr int kKeys = 128;   // of a key tile
 constexpr int kChunk = 64;   // elements of a row that are contiguous in shared memory (128 bytes)
 constexpr int kStages = STAGES;
 constexpr int kWorkSlots = 2;
+// 128 x one + 256 x the other is what 384 threads get at launch, 168 each.
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
 constexpr int kParts = PARTS;  // of a kept tile: P.V of one runs while exp of the next is computed
 constexpr int kChunksK = (HEAD_DIM + kChunk - 1) / kChunk;
 constexpr int kChunksV = (HEAD_DIM_V + kChunk - 1) / kChunk;
@@ -64,6 +61,7 @@ struct Work {
     int key_base;   // where its keys begin in k
     int keys;
     int kv_head;
+    u8* kept[2];    // rows of the kept map, if there is one
 
     // Which key tiles the two query tiles of the block visit, and in which order.
     int first[2], last[2];           // of each query tile; last = -1: none
@@ -161,7 +159,7 @@ struct Params {
     int blocks;             // of 128 rows per sequence; packed: slots
     int section;            // query heads whose work is handed out together
     int total;
-    int page_size;
+    int page_shift;         // log2 of the page size
     int window_left, window_right;
     int query_tiles, key_tiles;  // of the kept map
     int guard_values;       // values beyond a sequence may be anything
@@ -172,6 +170,16 @@ struct Params {
 };
 
 namespace {
+
+// Works so far, and the phase of the Q barriers, in one register.
+struct Turns {
+    u32 word = 0;
+    __device__ __forceinline__ u32 slot() const { return word / 2 % kWorkSlots; }
+    __device__ __forceinline__ u32 phase() const { return word / 2 / kWorkSlots % 2; }
+    __device__ __forceinline__ u32 query_phase() const { return word % 2; }
+    __device__ __forceinline__ void next_work() { word += 2; }
+    __device__ __forceinline__ void next_query() { word ^= 1; }
+};
 
 struct Ring {
     int stage = 0;
@@ -226,6 +234,11 @@ __device__ __forceinline__ void find_work(const Params& p, int number, Work& wor
         work.key_base += pad;
         work.keys -= pad;
     }
+    if (p.kept != nullptr) {
+        const i64 head = static_cast<i64>(work.sequence) * p.num_heads + work.head;
+        work.kept[0] = p.kept + (head * p.query_tiles + 2 * work.block) * p.key_tiles;
+        work.kept[1] = work.kept[0] + p.key_tiles;
+    }
 }
 
 // One sequence's K or V of one head, fetched by one warp together.
@@ -244,16 +257,19 @@ struct Source {
         const int first = tile * kKeys;
         const int kv_head = work.kv_head;
 #if PAGED
-        const int rows = min(p.page_size, kKeys);  // of a box
-        const int boxes = (min(work.keys - first, kKeys) + rows - 1) / rows;
-        if (lane == 0) barrier_expect(barrier, boxes * rows * kChunk * 2 * kChunks);
+        // Lane i fetches box i of min(page_size, 128) keys.
+        const int shift = min(p.page_shift, 7);
+        const int boxes = (min(work.keys - first, kKeys) + (1 << shift) - 1) >> shift;
+        if (lane == 0) barrier_expect(barrier, (boxes << shift) * kChunk * 2 * kChunks);
         __syncwarp();
-        for (int i = lane; i < boxes * kChunks; i += 32) {
-            const int box = i / kChunks, chunk = i % kChunks;
-            const int slot = first + box * rows;
-            const int page = p.table[static_cast<i64>(work.sequence) * p.table_stride + slot / p.page_size];
-            tma_load(target + chunk * kChunkBytes + box * rows * kChunk * 2, map, barrier, chunk * kChunk,
-                     slot % p.page_size, kv_head, page);
+        if (lane < boxes) {
+            const int slot = first + (lane << shift);
+            const int page = p.table[static_cast<i64>(work.sequence) * p.table_stride + (slot >> p.page_shift)];
+#pragma unroll
+            for (int chunk = 0; chunk < kChunks; ++chunk) {
+                tma_load(target + chunk * kChunkBytes + (lane << shift) * kChunk * 2, map, barrier, chunk * kChunk,
+                         slot & ((1 << p.page_shift) - 1), kv_head, page);
+            }
         }
 #else
         const int row = work.key_base + first;
@@ -277,6 +293,7 @@ __device__ __forceinline__ void clear_values(u32 target, int from) {
     for (int chunk = 0; chunk < kChunksV; ++chunk) {
         const u32 begin = target + chunk * kChunkBytes + from * kChunk * 2;
         const u32 end = target + (chunk + 1) * kChunkBytes;
+#pragma unroll 1
         for (u32 place = begin + lane * 16; place < end; place += 32 * 16) {
             asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(place), "r"(0) : "memory");
         }
@@ -290,24 +307,24 @@ __device__ __forceinline__ void produce_keys(const Params& p, Shared& shared, u3
     const int lane = threadIdx.x % 32;
     Barriers& barriers = shared.barriers;
     Ring ring;
-    u32 query_phase = 0, round = 0;
+    Turns turns;
     while (true) {
         int number = 0;
         if (lane == 0) number = atomicAdd(p.ticket, 1);
-        barrier_wait(shared_address(&barriers.work_empty[round % kWorkSlots]), round / kWorkSlots % 2 ^ 1);
-        Work& work = shared.work[round % kWorkSlots];
+        barrier_wait(shared_address(&barriers.work_empty[turns.slot()]), turns.phase() ^ 1);
+        Work& work = shared.work[turns.slot()];
         if (lane == 0) {
             find_work(p, number, work);
             if (work.sequence >= 0) work.plan(p.window_left, p.window_right);
         }
         __syncwarp();
         if (work.sequence >= 0 && work.block * 2 * kRows >= work.rows) continue;  // a slot without rows
-        if (lane == 0) barrier_arrive(shared_address(&barriers.work_full[round % kWorkSlots]));
-        ++round;
+        if (lane == 0) barrier_arrive(shared_address(&barriers.work_full[turns.slot()]));
+        turns.next_work();
         if (work.sequence < 0) return;
         if (work.count == 0) continue;
-        barrier_wait(shared_address(&barriers.query_empty), query_phase ^ 1);
-        query_phase ^= 1;
+        barrier_wait(shared_address(&barriers.query_empty), turns.query_phase() ^ 1);
+        turns.next_query();
         if (lane == 0) {
             const u32 barrier = shared_address(&barriers.query_full);
             barrier_expect(barrier, kQueryBytes);
@@ -320,10 +337,9 @@ __device__ __forceinline__ void produce_keys(const Params& p, Shared& shared, u3
         }
         __syncwarp();
         const Source<kChunksK> source(p, &p.k, work);
-        const int plain_from = work.plain_from, plain_to = work.plain_to;
         for (Order order(work); order.left > 0; order.next(work), ring.next()) {
             int word = order.tile << kTileShift | kActive | kActive << 1 | (order.left == 1 ? kLast : 0);
-            if (order.lead > 0 || order.tile < plain_from || order.tile >= plain_to) {
+            if (order.lead > 0 || order.tile < work.plain_from || order.tile >= work.plain_to) {
                 word = work.describe(work.count - order.left, order.tile, order.left == 1);
             }
             barrier_wait(shared_address(&barriers.key_empty[ring.stage]), ring.phase ^ 1);
@@ -339,9 +355,9 @@ __device__ __forceinline__ void produce_values(const Params& p, Shared& shared, 
     Barriers& barriers = shared.barriers;
     Ring ring;
     u32 raw_phase = 0;
-    for (u32 round = 0;; ++round) {
-        barrier_wait(shared_address(&barriers.work_full[round % kWorkSlots]), round / kWorkSlots % 2);
-        const Work& work = shared.work[round % kWorkSlots];
+    for (Turns turns;; turns.next_work()) {
+        barrier_wait(shared_address(&barriers.work_full[turns.slot()]), turns.phase());
+        const Work& work = shared.work[turns.slot()];
         if (work.sequence < 0) return;
         const Source<kChunksV> source(p, &p.v, work);
         for (Order order(work); order.left > 0; order.next(work), ring.next()) {
@@ -350,22 +366,19 @@ __device__ __forceinline__ void produce_values(const Params& p, Shared& shared, 
             barrier_wait(shared_address(&barriers.value_empty[ring.stage]), ring.phase ^ 1);
             // Consumers give back what they skip without waiting for it: the last load must be over.
             barrier_wait(full, ring.phase ^ 1);
-            const int left = work.keys - order.tile * kKeys;
-            if (p.guard_values && left < kKeys) {
+            if (p.guard_values && (order.tile + 1) * kKeys > work.keys) {
                 const u32 raw = shared_address(&barriers.value_raw);
                 source.load(order.tile, target, raw);
                 barrier_wait(raw, raw_phase);
                 raw_phase ^= 1;
-                clear_values(target, left);
-                if (lane == 0) barrier_arrive(full);
-            } else if (NOV) {
+                clear_values(target, work.keys - order.tile * kKeys);
                 if (lane == 0) barrier_arrive(full);
             } else {
                 source.load(order.tile, target, full);
             }
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&barriers.work_empty[round % kWorkSlots]));
+        if (lane == 0) barrier_arrive(shared_address(&barriers.work_empty[turns.slot()]));
     }
 }
 
@@ -456,29 +469,24 @@ __device__ __forceinline__ void thread_maxima(const float (&s)[kScores], float (
     }
 }
 
-// Bound of the tile's mass over this thread's groups of 8 keys, relative to the row maxima.
-__device__ __forceinline__ void thread_bounds(
-    const float (&s)[kScores], const RowState& rows, float scale_log2, const Sight (&sight)[2], float (&bound)[2]) {
+// Bound of the tile's mass over this thread's groups of 8 keys in one of its rows, relative to the row maximum.
+__device__ __forceinline__ float thread_bound(
+    const float (&s)[kScores], int r, float maximum, float scale_log2, const Sight& sight) {
+    const float base = finite_base(maximum, scale_log2);
+    const int low = sight.low - threadIdx.x % 4 * 2, high = sight.high - threadIdx.x % 4 * 2;
+    float bound = 0.f;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const float base = finite_base(rows.maximum[r], scale_log2);
-        bound[r] = 0.f;
+    for (int g = 0; g < kKeys / 32; ++g) {
+        float top = -kInfinity;
+        int count = 0;
 #pragma unroll
-        for (int g = 0; g < kKeys / 32; ++g) {
-            float top = -kInfinity;
-            int count = 0;
-#pragma unroll
-            for (int n = 4 * g; n < 4 * g + 4; ++n) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int key = threadIdx.x % 4 * 2 + 8 * n + e;
-                    top = max_or_nan(top, s[4 * n + 2 * r + e]);
-                    count += key >= sight[r].low && key < sight[r].high;
-                }
-            }
-            bound[r] += count > 0 ? count * exp2_fast(__fmaf_rn(top, scale_log2, -base)) : 0.f;
+        for (int key = 32 * g; key < 32 * (g + 1); key += 8) {
+            top = max_or_nan(top, max_or_nan(s[key / 2 + 2 * r], s[key / 2 + 2 * r + 1]));
+            count += (key >= low && key < high) + (key + 1 >= low && key + 1 < high);
         }
+        bound += count > 0 ? count * exp2_fast(__fmaf_rn(top, scale_log2, -base)) : 0.f;
     }
+    return bound;
 }
 
 // New row maxima; what O, sums and bounds so far must be multiplied with.
@@ -511,10 +519,7 @@ struct Consumer {
     float cut;               // ln(threshold) in units of scores
     int skipped;
     bool dead;               // the tile that was decided last
-#if MASS
-    float share[2];          // its bound
-#endif
-    u32 round = 0, query_phase = 0;  // works so far
+    Turns turns;
 
     __device__ __forceinline__ void release(u64* barrier) const {
         if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(barrier));
@@ -534,13 +539,10 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void mark_kept(int word) const {
-        if (p.kept != nullptr && (word & kActive << w) && threadIdx.x % 128 == 0) {
-            const i64 head = static_cast<i64>(work().sequence) * p.num_heads + work().head;
-            p.kept[(head * p.query_tiles + 2 * work().block + w) * p.key_tiles + (word >> kTileShift)] = 1;
-        }
+        if (p.kept != nullptr && (word & kActive << w) && threadIdx.x % 128 == 0) work().kept[w][word >> kTileShift] = 1;
     }
 
-    __device__ __forceinline__ const Work& work() const { return shared.work[round % kWorkSlots]; }
+    __device__ __forceinline__ const Work& work() const { return shared.work[turns.slot()]; }
 
     // First of this thread's two rows, in the query tile.
     static __device__ __forceinline__ int row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
@@ -553,6 +555,11 @@ struct Consumer {
     // Keys of a tile that a row sees.
     __device__ __forceinline__ Sight sight(int word, int r) const {
         return Sight(p, aligned(r), word & kActive << w ? work().keys : 0, (word >> kTileShift) * kKeys);
+    }
+
+    __device__ __forceinline__ void bound_of(int word, const float (&s)[kScores], float (&bound)[2]) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) bound[r] = thread_bound(s, r, rows.maximum[r], p.scale_log2, sight(word, r));
     }
 
     // Softcap, masks, maxima and the vote of a tile whose scores are complete.
@@ -570,18 +577,26 @@ struct Consumer {
         bool agree = true;
 #pragma unroll
         for (int r = 0; r < 2; ++r) agree &= top[r] < rows.maximum[r] + cut || (absent & 1 << r);
-#if MASS
-        const Sight sights[2] = {sight(word, 0), sight(word, 1)};
-        thread_bounds(s, rows, p.scale_log2, sights, share);
-#endif
 #if BUDGET
+        float share[2];
+        bound_of(word, s, share);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float before = quad_sum(rows.bound[r]) + quad_sum(share[r]);
+            const float before = quad_sum(rows.bound[r] + share[r]);
             agree &= before <= p.eps * quad_sum(rows.sum[r]) || (absent & 1 << r);
         }
 #endif
         dead = __all_sync(0xFFFFFFFF, named_all(kVoteBarrier + w, 128, agree));  // known to be uniform
+#if MASS
+        if (dead) {
+#if !BUDGET
+            float share[2];
+            bound_of(word, s, share);
+#endif
+            rows.bound[0] += share[0];
+            rows.bound[1] += share[1];
+        }
+#endif
 #else
         dead = p.group <= 0;  // never; but without a branch ptxas 13.0 to 13.5 finds too few registers
 #endif
@@ -590,10 +605,6 @@ struct Consumer {
     // Counters, map and bound of a tile that was decided.
     __device__ __forceinline__ void record(int word) {
         if (dead) {
-#if MASS
-            rows.bound[0] += share[0];
-            rows.bound[1] += share[1];
-#endif
             skipped += (word & kActive << w) != 0;
         } else {
             mark_kept(word);
@@ -745,7 +756,7 @@ struct Consumer {
     __device__ __forceinline__ void run() {
         const int lane = threadIdx.x % 32;
         while (true) {
-            barrier_wait(shared_address(&shared.barriers.work_full[round % kWorkSlots]), round / kWorkSlots % 2);
+            barrier_wait(shared_address(&shared.barriers.work_full[turns.slot()]), turns.phase());
             const Work& work = this->work();
             if (work.sequence < 0) return;
             const int row_first = (2 * work.block + w) * kRows;
@@ -766,8 +777,8 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < kOut; ++i) o[i] = 0.f;
             if (work.count > 0) {
-                barrier_wait(shared_address(&shared.barriers.query_full), query_phase);
-                query_phase ^= 1;
+                barrier_wait(shared_address(&shared.barriers.query_full), turns.query_phase());
+                turns.next_query();
                 attend();
             }
             if (p.visited != nullptr && threadIdx.x % 128 == 0) {
@@ -796,9 +807,9 @@ struct Consumer {
             }
             store_out(work, inverse);
             __syncwarp();
-            asm volatile("" : "+r"(round));  // its address is cheaper to find again than to keep in a register
-            release(&shared.barriers.work_empty[round % kWorkSlots]);
-            ++round;
+            asm volatile("" : "+r"(turns.word));  // its address is cheaper to find again than to keep in a register
+            release(&shared.barriers.work_empty[turns.slot()]);
+            turns.next_work();
         }
     }
 };
@@ -831,14 +842,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(const __grid_consta
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        registers_down<24>();
+        registers_down<kProducerRegisters>();
         if (threadIdx.x < 32) {
             produce_keys(p, shared, query, keys);
         } else if (threadIdx.x < 64) {
             produce_values(p, shared, values);
         }
     } else {
-        registers_up<240>();
+        registers_up<kConsumerRegisters>();
         const int w = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0) - 1;  // known to be uniform
         Consumer{p, shared, keys, values, w, query + w * kRows * kChunk * 2}.run();
     }

@@ -73,7 +73,7 @@ class _Params(ctypes.Structure):
                 "blocks",
                 "section",
                 "total",
-                "page_size",
+                "page_shift",
                 "window_left",
                 "window_right",
                 "query_tiles",
@@ -136,6 +136,8 @@ def build(head_dim: int, dtype: torch.dtype, *, paged: bool = False, **rule: Any
         **{name: int(rule[name]) for name in ("SKIP", "MASS", "BUDGET", "SOFTCAP")},
         "PAGED": int(paged),
         "STAGES": min(stages, _MAX_STAGES),
+        # P.V of a kept tile starts in parts; with a budget that would spill.
+        "PARTS": 1 if rule["BUDGET"] else 4,
     }
 
 
@@ -231,7 +233,7 @@ def _parameters(problem: AttentionProblem, outputs: Outputs, ticket: Tensor) -> 
         blocks=blocks,
         section=_section(problem),
         total=blocks * heads,
-        page_size=k.shape[1] if paged else KEY_TILE,
+        page_shift=k.shape[1].bit_length() - 1 if paged else 0,
         window_left=UNLIMITED if left < 0 else min(left, UNLIMITED),
         window_right=UNLIMITED if right < 0 else min(right, UNLIMITED),
         query_tiles=0 if outputs.kept is None else outputs.kept.shape[2],
