@@ -1,7 +1,7 @@
 // Prefill on Hopper: a CTA owns 128 query rows of one head, two consumer warpgroups of 64 rows each.
 //
-// Work of a CTA (persistent; work comes from a ticket counter, longest first): one producer warp fetches Q and K,
-// one V, in tiles of 128 keys through TMA into rings of kStages; each consumer warpgroup visits the tiles in the
+// Work of a CTA (persistent; work comes from a ticket counter, longest first): producer warps, one each,
+// fetch Q, K and V, in tiles of 128 keys through TMA into rings of kStages; each consumer warpgroup visits the tiles in the
 // order of the rule (first tile, then from the last leftwards). Scores are double buffered: while the tensor
 // cores compute Q.K^T of the next tile, the warpgroup looks at the scores of this one. Skipping build: maxima,
 // one vote of the 128 threads, and only for a kept tile exp, row sum and P.V. Nothing is in flight where
@@ -11,6 +11,12 @@
 // 2 x 64, row state. Compile-time: HEAD_DIM, HEAD_DIM_V (64, 96, 128), BF16, SKIP, MASS, BUDGET, SOFTCAP, PAGED,
 // STAGES, PARTS. What is computed: docs/method.md.
 #include "ptx.cuh"
+#ifndef LAZY
+#define LAZY 0
+#endif
+#ifndef SYNC
+#define SYNC 0
+#endif
 
 
 namespace {
@@ -302,8 +308,8 @@ __device__ __forceinline__ void clear_values(u32 target, int from) {
     __syncwarp();
 }
 
-// One warp: hands out work, fetches Q and K.
-__device__ __forceinline__ void produce_keys(const Params& p, Shared& shared, u32 query, u32 keys) {
+// One warp: hands out work, fetches K.
+__device__ __forceinline__ void produce_keys(const Params& p, Shared& shared, u32 keys) {
     const int lane = threadIdx.x % 32;
     Barriers& barriers = shared.barriers;
     Ring ring;
@@ -323,19 +329,6 @@ __device__ __forceinline__ void produce_keys(const Params& p, Shared& shared, u3
         turns.next_work();
         if (work.sequence < 0) return;
         if (work.count == 0) continue;
-        barrier_wait(shared_address(&barriers.query_empty), turns.query_phase() ^ 1);
-        turns.next_query();
-        if (lane == 0) {
-            const u32 barrier = shared_address(&barriers.query_full);
-            barrier_expect(barrier, kQueryBytes);
-            const int w = p.cu_q != nullptr ? 0 : work.sequence;
-#pragma unroll
-            for (int chunk = 0; chunk < kChunksK; ++chunk) {
-                tma_load(query + chunk * kChunkBytes, &p.q, barrier, chunk * kChunk,
-                         work.row_base + work.block * 2 * kRows, work.head, w);
-            }
-        }
-        __syncwarp();
         const Source<kChunksK> source(p, &p.k, work);
         for (Order order(work); order.left > 0; order.next(work), ring.next()) {
             int word = order.tile << kTileShift | kActive | kActive << 1 | (order.left == 1 ? kLast : 0);
@@ -375,6 +368,33 @@ __device__ __forceinline__ void produce_values(const Params& p, Shared& shared, 
                 if (lane == 0) barrier_arrive(full);
             } else {
                 source.load(order.tile, target, full);
+            }
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&barriers.work_empty[turns.slot()]));
+    }
+}
+
+// One warp: fetches Q.
+__device__ __forceinline__ void produce_queries(const Params& p, Shared& shared, u32 query) {
+    const int lane = threadIdx.x % 32;
+    Barriers& barriers = shared.barriers;
+    for (Turns turns;; turns.next_work()) {
+        barrier_wait(shared_address(&barriers.work_full[turns.slot()]), turns.phase());
+        const Work& work = shared.work[turns.slot()];
+        if (work.sequence < 0) return;
+        if (work.count > 0) {
+            barrier_wait(shared_address(&barriers.query_empty), turns.query_phase() ^ 1);
+            turns.next_query();
+            if (lane == 0) {
+                const u32 barrier = shared_address(&barriers.query_full);
+                barrier_expect(barrier, kQueryBytes);
+                const int sequence = p.cu_q != nullptr ? 0 : work.sequence;
+#pragma unroll
+                for (int chunk = 0; chunk < kChunksK; ++chunk) {
+                    tma_load(query + chunk * kChunkBytes, &p.q, barrier, chunk * kChunk,
+                             work.row_base + work.block * 2 * kRows, work.head, sequence);
+                }
             }
         }
         __syncwarp();
@@ -533,6 +553,12 @@ struct Consumer {
         return word;
     }
 
+    // The scores of a tile are complete: its K is free, after the last tile Q too.
+    __device__ __forceinline__ void release_operands(int word, const Ring& at) const {
+        release(&shared.barriers.key_empty[at.stage]);
+        if (word & kLast) release(&shared.barriers.query_empty);
+    }
+
     __device__ __forceinline__ u64 wait_values() const {
         barrier_wait(shared_address(&shared.barriers.value_full[ring.stage]), ring.phase);
         return matrix_descriptor(values + ring.stage * kValueBytes, kChunkBytes);
@@ -598,6 +624,9 @@ struct Consumer {
         }
 #endif
 #else
+#if SYNC
+        named_sync(kVoteBarrier + w, 128);
+#endif
         dead = p.group <= 0;  // never; but without a branch ptxas 13.0 to 13.5 finds too few registers
 #endif
     }
@@ -616,7 +645,10 @@ struct Consumer {
         constexpr int kBlocks = kKeys / 16 / kParts;  // of 16 keys in a part
         float factor[2], base[2], even[2], odd[2];
         raise_maxima(rows, top, p.scale_log2, factor);
-        scale_out(o, factor);
+#if LAZY
+        if (!__all_sync(0xFFFFFFFF, factor[0] == 1.f && factor[1] == 1.f))
+#endif
+            scale_out(o, factor);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             base[r] = finite_base(rows.maximum[r], p.scale_log2);
@@ -666,13 +698,13 @@ struct Consumer {
             absorb(now);
             wgmma_wait<1>();
             pin(next);
-            release(&shared.barriers.key_empty[after.stage]);
+            release_operands(next_word, after);
             decide(next_word, next);
             wgmma_wait<0>();
         } else {
             wgmma_wait<0>();
             pin(next);
-            release(&shared.barriers.key_empty[after.stage]);
+            release_operands(next_word, after);
             decide(next_word, next);
         }
         pin(o);
@@ -683,7 +715,6 @@ struct Consumer {
 
     // The last tile.
     __device__ __forceinline__ void finish(int word, float (&now)[kScores]) {
-        release(&shared.barriers.query_empty);
         record(word);
         if (!dead) {
             absorb(now);
@@ -700,7 +731,7 @@ struct Consumer {
         int word = issue(even, ring);
         wgmma_wait<0>();
         pin(even);
-        release(&shared.barriers.key_empty[ring.stage]);
+        release_operands(word, ring);
         decide(word, even);
         while (true) {
             if (word & kLast) {
@@ -836,7 +867,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(const __grid_consta
         barrier_init(shared_address(&barriers.query_empty), 8);
         for (int i = 0; i < kWorkSlots; ++i) {
             barrier_init(shared_address(&barriers.work_full[i]), 1);
-            barrier_init(shared_address(&barriers.work_empty[i]), 9);
+            barrier_init(shared_address(&barriers.work_empty[i]), 10);
         }
         barrier_init_fence();
     }
@@ -844,9 +875,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(const __grid_consta
     if (threadIdx.x < 128) {
         registers_down<kProducerRegisters>();
         if (threadIdx.x < 32) {
-            produce_keys(p, shared, query, keys);
+            produce_keys(p, shared, keys);
         } else if (threadIdx.x < 64) {
             produce_values(p, shared, values);
+        } else if (threadIdx.x < 96) {
+            produce_queries(p, shared, query);
         }
     } else {
         registers_up<kConsumerRegisters>();
