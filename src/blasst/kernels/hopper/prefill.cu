@@ -11,12 +11,6 @@
 // 2 x 64, row state. Compile-time: HEAD_DIM, HEAD_DIM_V (64, 96, 128), BF16, SKIP, MASS, BUDGET, SOFTCAP, PAGED,
 // STAGES, PARTS. What is computed: docs/method.md.
 #include "ptx.cuh"
-#ifndef LAZY
-#define LAZY 0
-#endif
-#ifndef SYNC
-#define SYNC 0
-#endif
 
 
 namespace {
@@ -351,7 +345,7 @@ __device__ __forceinline__ void produce_values(const Params& p, Shared& shared, 
     for (Turns turns;; turns.next_work()) {
         barrier_wait(shared_address(&barriers.work_full[turns.slot()]), turns.phase());
         const Work& work = shared.work[turns.slot()];
-        if (work.sequence < 0) return;
+        if (work.sequence < 0) break;
         const Source<kChunksV> source(p, &p.v, work);
         for (Order order(work); order.left > 0; order.next(work), ring.next()) {
             const u32 full = shared_address(&barriers.value_full[ring.stage]);
@@ -372,6 +366,10 @@ __device__ __forceinline__ void produce_values(const Params& p, Shared& shared, 
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&barriers.work_empty[turns.slot()]));
+    }
+    // Nobody waited for the V of skipped tiles, but it must not arrive after the CTA has gone.
+    for (int i = 0; i < kStages; ++i, ring.next()) {
+        barrier_wait(shared_address(&barriers.value_full[ring.stage]), ring.phase ^ 1);
     }
 }
 
@@ -624,9 +622,6 @@ struct Consumer {
         }
 #endif
 #else
-#if SYNC
-        named_sync(kVoteBarrier + w, 128);
-#endif
         dead = p.group <= 0;  // never; but without a branch ptxas 13.0 to 13.5 finds too few registers
 #endif
     }
@@ -645,10 +640,8 @@ struct Consumer {
         constexpr int kBlocks = kKeys / 16 / kParts;  // of 16 keys in a part
         float factor[2], base[2], even[2], odd[2];
         raise_maxima(rows, top, p.scale_log2, factor);
-#if LAZY
-        if (!__all_sync(0xFFFFFFFF, factor[0] == 1.f && factor[1] == 1.f))
-#endif
-            scale_out(o, factor);
+        // Most tiles raise no maximum. At head_dim 64 the question costs more than the products.
+        if (HEAD_DIM_V == 64 || !__all_sync(0xFFFFFFFF, factor[0] == 1.f && factor[1] == 1.f)) scale_out(o, factor);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             base[r] = finite_base(rows.maximum[r], p.scale_log2);

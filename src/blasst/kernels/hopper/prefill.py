@@ -125,6 +125,13 @@ def _map_of(tensor: Tensor, rows: int) -> Any:
     return _tensor_map(four.data_ptr(), four.dtype, tuple(four.shape), four.stride(), rows)
 
 
+def _parts(head_dim: int, **rule: Any) -> int:
+    """Parts in which P.V of a kept tile is issued: as many as fit in the registers, up to what pays."""
+    if rule["BUDGET"]:
+        return 1
+    return 8 if head_dim > 64 and not rule["SKIP"] else 4
+
+
 def build(head_dim: int, dtype: torch.dtype, *, paged: bool = False, **rule: Any) -> dict[str, int]:
     """What a build defines; rule holds SKIP, MASS, BUDGET and SOFTCAP."""
     tile_bytes = num_tiles(head_dim, CHUNK) * CHUNK * 2 * KEY_TILE
@@ -136,8 +143,7 @@ def build(head_dim: int, dtype: torch.dtype, *, paged: bool = False, **rule: Any
         **{name: int(rule[name]) for name in ("SKIP", "MASS", "BUDGET", "SOFTCAP")},
         "PAGED": int(paged),
         "STAGES": min(stages, _MAX_STAGES),
-        # P.V of a kept tile starts in parts; with a budget that would spill.
-        "PARTS": 1 if rule["BUDGET"] else 4,
+        "PARTS": _parts(head_dim, **rule),
     }
 
 
