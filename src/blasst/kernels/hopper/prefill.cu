@@ -313,6 +313,7 @@ __device__ __forceinline__ void produce_keys(const Params& p, Shared& shared, u3
         if (lane == 0) number = atomicAdd(p.ticket, 1);
         barrier_wait(shared_address(&barriers.work_empty[turns.slot()]), turns.phase() ^ 1);
         Work& work = shared.work[turns.slot()];
+        __syncwarp();
         if (lane == 0) {
             find_work(p, number, work);
             if (work.sequence >= 0) work.plan(p.window_left, p.window_right);
@@ -513,7 +514,8 @@ __device__ __forceinline__ void raise_maxima(
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float now = max_or_nan(rows.maximum[r], quad_max(top[r]));
-        rescale[r] = exp2_fast(__fmaf_rn(rows.maximum[r], scale_log2, -finite_base(now, scale_log2)));
+        // The rounded products are what the exponents were taken from: a maximum that stays gives exactly 1.
+        rescale[r] = exp2_fast(rows.maximum[r] * scale_log2 - finite_base(now, scale_log2));
         rows.maximum[r] = now;
     }
 }
@@ -546,7 +548,9 @@ struct Consumer {
     // Scores of the tile at a place of the ring, issued; returns its description.
     __device__ __forceinline__ int issue(float (&s)[kScores], const Ring& at) {
         barrier_wait(shared_address(&shared.barriers.key_full[at.stage]), at.phase);
-        const int word = __shfl_sync(0xFFFFFFFF, shared.tiles[at.stage], 0);
+        int word = 0;
+        if (threadIdx.x % 32 == 0) word = shared.tiles[at.stage];  // the lane that gives the place back
+        word = __shfl_sync(0xFFFFFFFF, word, 0);
         issue_scores(s, matrix_descriptor(query, 0), matrix_descriptor(keys + at.stage * kKeyBytes, 0));
         return word;
     }
