@@ -781,61 +781,68 @@ struct Consumer {
         }
     }
 
+    __device__ __forceinline__ float sink() const { return p.sinks != nullptr ? p.sinks[work().head] : -kInfinity; }
+
+    // State of a query tile that has seen nothing.
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            rows.maximum[r] = sink() / p.unit;
+            rows.sum[r] = sink() > -kInfinity && threadIdx.x % 4 == 0 ? 1.f : 0.f;
+            rows.bound[r] = 0.f;
+        }
+#if SKIP
+        const float threshold = p.threshold[static_cast<i64>(work().sequence) * p.threshold_stride];
+        cut = threshold > 0.f ? logf(fminf(threshold, 1.f)) / p.unit : -kInfinity;
+#endif
+        skipped = 0;
+#pragma unroll
+        for (int i = 0; i < kOut; ++i) o[i] = 0.f;
+    }
+
+    // Counters, lse, mass bound and O of the query tile.
+    __device__ __forceinline__ void end() const {
+        const Work& work = this->work();
+        const int lane = threadIdx.x % 32, row_first = (2 * work.block + w) * kRows;
+        if (p.visited != nullptr && threadIdx.x % 128 == 0) {
+            const i64 head = static_cast<i64>(work.sequence) * p.num_heads + work.head;
+            atomicAdd(reinterpret_cast<u64*>(p.visited + head), static_cast<u64>(work.last[w] - work.first[w] + 1));
+            atomicAdd(reinterpret_cast<u64*>(p.skipped + head), static_cast<u64>(skipped));
+        }
+        float inverse[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float sum = quad_sum(rows.sum[r]);
+            inverse[r] = sum == 0.f ? 0.f : 1.f / sum;
+            const int at = row_first + row() + 8 * r;
+            const i64 place = (p.cu_q != nullptr ? 0 : work.sequence * p.lse_stride_b) + work.head * p.lse_stride_h +
+                              work.row_base + at;
+            float lse = sum == 0.f ? -kInfinity : __fmaf_rn(rows.maximum[r], p.unit, logf(sum));
+            if (sum == 1.f && rows.maximum[r] == sink() / p.unit) lse = sink();
+            if (lane % 4 == 0 && at < work.rows) p.lse[place] = lse;
+#if MASS
+            const float bound = quad_sum(rows.bound[r]);
+            if (p.mass != nullptr && lane % 4 == 0 && at < work.rows) {
+                p.mass[place] = bound == 0.f ? 0.f : bound / (bound + sum);
+            }
+#endif
+        }
+        store_out(work, inverse);
+    }
+
     __device__ __forceinline__ void run() {
-        const int lane = threadIdx.x % 32;
         while (true) {
             barrier_wait(shared_address(&shared.barriers.work_full[turns.slot()]), turns.phase());
-            const Work& work = this->work();
-            if (work.sequence < 0) return;
-            const int row_first = (2 * work.block + w) * kRows;
-            skipped = 0;
-            {
-                const float sink = p.sinks != nullptr ? p.sinks[work.head] : -kInfinity;
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    rows.maximum[r] = sink / p.unit;
-                    rows.sum[r] = sink > -kInfinity && lane % 4 == 0 ? 1.f : 0.f;
-                    rows.bound[r] = 0.f;
-                }
-            }
-#if SKIP
-            const float threshold = p.threshold[static_cast<i64>(work.sequence) * p.threshold_stride];
-            cut = threshold > 0.f ? logf(fminf(threshold, 1.f)) / p.unit : -kInfinity;
-#endif
-#pragma unroll
-            for (int i = 0; i < kOut; ++i) o[i] = 0.f;
-            if (work.count > 0) {
+            if (work().sequence < 0) return;
+            begin();
+            if (work().count > 0) {
                 barrier_wait(shared_address(&shared.barriers.query_full), turns.query_phase());
                 turns.next_query();
                 attend();
             }
-            if (p.visited != nullptr && threadIdx.x % 128 == 0) {
-                const i64 head = static_cast<i64>(work.sequence) * p.num_heads + work.head;
-                atomicAdd(reinterpret_cast<u64*>(p.visited + head), static_cast<u64>(work.last[w] - work.first[w] + 1));
-                atomicAdd(reinterpret_cast<u64*>(p.skipped + head), static_cast<u64>(skipped));
-            }
-            float inverse[2];
-            const float sink = p.sinks != nullptr ? p.sinks[work.head] : -kInfinity;
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const float sum = quad_sum(rows.sum[r]);
-                inverse[r] = sum == 0.f ? 0.f : 1.f / sum;
-                const int at = row_first + row() + 8 * r;
-                const i64 place = (p.cu_q != nullptr ? 0 : work.sequence * p.lse_stride_b) +
-                                  work.head * p.lse_stride_h + work.row_base + at;
-                float lse = sum == 0.f ? -kInfinity : __fmaf_rn(rows.maximum[r], p.unit, logf(sum));
-                if (sum == 1.f && rows.maximum[r] == sink / p.unit) lse = sink;
-                if (lane % 4 == 0 && at < work.rows) p.lse[place] = lse;
-#if MASS
-                const float bound = quad_sum(rows.bound[r]);
-                if (p.mass != nullptr && lane % 4 == 0 && at < work.rows) {
-                    p.mass[place] = bound == 0.f ? 0.f : bound / (bound + sum);
-                }
-#endif
-            }
-            store_out(work, inverse);
+            asm volatile("" : "+r"(turns.word));  // what follows from it is cheaper to find again than to keep
+            end();
             __syncwarp();
-            asm volatile("" : "+r"(turns.word));  // its address is cheaper to find again than to keep in a register
             release(&shared.barriers.work_empty[turns.slot()]);
             turns.next_work();
         }
