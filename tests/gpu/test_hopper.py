@@ -49,7 +49,11 @@ def compare(inputs, threshold, near=0.0, **options):
     yardstick = reference_attention(
         *inputs, threshold=threshold, kept_tiles=truth.kept_tiles, dtype=inputs[0].dtype, **options
     )
-    assert_matches_reference(got, truth, yardstick, threshold, near)
+    assert_matches_reference(got._replace(mass_bound=None), truth, yardstick, threshold, near)
+    if torch.equal(got.kept_tiles, truth.kept_tiles):
+        # where a row sees one key of a group the bound is that key's weight, with the rounding of scores up
+        # to 40 nats below the maximum: 8 steps of the accumulation, 2**-23 of 40 each
+        assert bool((got.mass_bound.double() * (1 + 5e-5) + 1e-30 >= truth.skipped_mass).all())
     return got
 
 
