@@ -236,7 +236,9 @@ def test_wheel_builds_and_holds_code_and_schemas(tmp_path: Path) -> None:
         names = set(archive.namelist())
         schema = json.loads(archive.read("blasst/core/profile.schema.json"))
     assert schema["$schema"].startswith("https://json-schema.org/")
-    tracked = {f"blasst/{path.relative_to(SOURCE)}" for path in SOURCE.rglob("*.py")}
+    code = [path for ending in ("py", "cu", "cuh") for path in SOURCE.rglob(f"*.{ending}")]
+    tracked = {f"blasst/{path.relative_to(SOURCE)}" for path in code}
+    assert "blasst/kernels/hopper/prefill.cu" in tracked
     assert tracked <= names
     assert not [name for name in names if name.startswith(("tests", "examples"))]
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -253,7 +255,7 @@ def test_files_name_no_machine_paths_and_no_registry_hosts() -> None:
         if (
             path.is_file()
             and path != Path(__file__)
-            and path.suffix in (".py", ".md", ".toml", ".json", ".cu", "")
+            and path.suffix in (".py", ".md", ".toml", ".json", ".cu", ".cuh", "")
         ):
             hits += [f"{path}: {m[0]}" for m in pattern.finditer(path.read_text(errors="replace"))]
     assert hits == []

@@ -1,12 +1,14 @@
-"""Record of the last green run on a device: `tests/gpu/verified.json`, by a whole run of this folder.
+"""Record of the last green run on a device: `tests/gpu/verified.json`, one entry for each family of kernels.
 
-tests/cpu/test_verified.py fails when a kernel source has changed since. Commit the record after the run.
+An entry is rewritten when every test of the family was run and none failed; tests/cpu/test_verified.py
+fails when a source or a test of the family has changed since. Commit the record after the run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,32 +18,86 @@ FOLDER = Path(__file__).parent
 SOURCES = FOLDER.parents[1] / "src/blasst/kernels"
 RECORD = FOLDER / "verified.json"
 
+#: Family -> files that hold its device code or launch it.
+FAMILIES = {
+    "triton": ["triton/*.py"],
+    "hopper": ["hopper/*.cu", "hopper/*.cuh", "hopper/*.py", "triton/launch.py"],
+}
 
-def kernel_hashes() -> dict[str, str]:
-    """sha256 of every file that holds device code or launches it."""
-    files = sorted(p for p in SOURCES.glob("triton/*.py") if p.name != "__init__.py")
-    return {str(p.relative_to(SOURCES)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+def test_files(family: str) -> list[Path]:
+    """The files of this folder that test a family."""
+    return sorted(FOLDER.glob(f"test_{family}*.py"))
+
+
+def kernel_hashes(family: str) -> dict[str, str]:
+    """sha256 of every source of a family."""
+    files = {path for pattern in FAMILIES[family] for path in SOURCES.glob(pattern)}
+    return {str(p.relative_to(SOURCES)): _sha256(p) for p in sorted(files) if p.name != "__init__.py"}
+
+
+def test_hashes(family: str) -> dict[str, str]:
+    """sha256 of every test file of a family: they run nowhere else, so a change is unproven until then."""
+    return {path.name: _sha256(path) for path in test_files(family)}
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def outcome(
+    family: str, collected: Sequence[str], passed: Sequence[str], skipped: Sequence[str]
+) -> dict[str, int] | None:
+    """How many tests of a family passed and were skipped, or None if not all of them were run or one failed.
+
+    Args:
+        family: of kernels.
+        collected: node ids of the run.
+        passed: those that passed.
+        skipped: those that were skipped.
+    """
+    names = {path.name for path in test_files(family)}
+
+    def of_family(ids: Sequence[str]) -> set[str]:
+        return {one for one in ids if one.split("::")[0].rsplit("/", 1)[-1] in names}
+
+    everything, good, left = of_family(collected), of_family(passed), of_family(skipped)
+    present = {one.split("::")[0].rsplit("/", 1)[-1] for one in everything}
+    if not good or present != names or good | left != everything:
+        return None
+    return {"passed": len(good), "skipped": len(left)}
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Write the record when every test of this folder was run and none failed."""
+    """Write the entries of the families whose tests were all run and none failed."""
     config = session.config
-    partial = config.option.keyword or config.option.markexpr or hasattr(config, "workerinput")
-    files = {path.name for path in FOLDER.glob("test_*.py")}
-    asked = {Path(arg.split("::")[0]).resolve() for arg in config.args}
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if exitstatus != 0 or partial or FOLDER.resolve() not in asked or reporter is None:
+    if exitstatus not in (0, 1) or reporter is None or hasattr(config, "workerinput"):
+        return
+    stats = {
+        name: [report.nodeid for report in reporter.stats.get(name, ())] for name in ("passed", "skipped")
+    }
+    broken = {report.nodeid for name in ("failed", "error") for report in reporter.stats.get(name, ())}
+    passed = [one for one in stats["passed"] if one not in broken]  # a test may pass and its teardown fail
+    single = any("::" in arg for arg in config.args) or bool(reporter.stats.get("deselected"))
+    results = {
+        family: outcome(family, [item.nodeid for item in session.items], passed, stats["skipped"])
+        for family in FAMILIES
+    }
+    if single or not any(results.values()):
         return
     import torch
 
-    stats = {name: len(reporter.stats.get(name, ())) for name in ("passed", "skipped")}
-    record = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        **stats,
-        "files": sorted(files),
-        "sources": kernel_hashes(),
-    }
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    for family, result in results.items():
+        if result is not None:
+            record[family] = {
+                "date": datetime.now(UTC).date().isoformat(),
+                "gpu": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                **result,
+                "tests": test_hashes(family),
+                "sources": kernel_hashes(family),
+            }
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

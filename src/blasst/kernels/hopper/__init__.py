@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from functools import cache
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from blasst.core.problem import AttentionProblem
+
+#: Compute capability of the GPUs that these kernels run on.
+CAPABILITY = (9, 0)
 
 HEAD_DIMS = (64, 96, 128)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -29,13 +34,28 @@ def unsupported_reason(problem: AttentionProblem) -> str | None:
     q = problem.q
     if q.device.type != "cuda" or torch.version.hip is not None:
         return f"q is on {q.device}, these kernels need an NVIDIA GPU"
-    if torch.cuda.get_device_capability(q.device) != (9, 0):
+    if torch.cuda.get_device_capability(q.device) != CAPABILITY:
         return f"{torch.cuda.get_device_name(q.device)} is not a Hopper GPU (compute capability 9.0)"
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        return "cuda-core is not installed (pip install 'blasst[cuda]')"
     if problem.phase != "prefill":
         return "decode has no Hopper kernel yet"
-    return _shape_reason(problem)
+    return _shape_reason(problem) or compiler_reason()
+
+
+@cache
+def compiler_reason() -> str | None:
+    """Why the kernels cannot be compiled here, or None when they can; looked at once."""
+    remedy = "pip install 'blasst[cuda]'"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        return f"cuda-core is not installed ({remedy})"
+    try:
+        import_module("cuda.core").Program  # noqa: B018
+    except (ImportError, AttributeError, OSError) as error:
+        return f"cuda-core is older than 0.5 or broken: {error} ({remedy})"
+    try:
+        import_module("blasst.kernels.hopper.compile").compiler_version()
+    except (ImportError, RuntimeError, OSError) as error:
+        return f"NVRTC, which compiles the kernel, does not load: {error} ({remedy})"
+    return None
 
 
 def _shape_reason(problem: AttentionProblem) -> str | None:
@@ -53,6 +73,8 @@ def _shape_reason(problem: AttentionProblem) -> str | None:
             return f"page_size is {page}, supported are powers of two from {_MIN_PAGE}"
         if problem.leftpad_k is not None:
             return "leftpad_k with a block_table"
+    if problem.batch_size == 0:
+        return "there is no sequence"
     for name, tensor in (("q", q), ("k", problem.k), ("v", problem.v)):
         if tensor.numel() == 0:
             return f"{name} is empty"

@@ -1,7 +1,8 @@
 """CUDA C++ to cubin by NVRTC, kept in a folder on disk; loading into the current CUDA context.
 
 The folder is $BLASST_CACHE_DIR, default ~/.cache/blasst; a file is named by the hash of everything that the
-cubin depends on, so nothing there can be stale and all of it may be deleted.
+cubin depends on, so nothing there can be stale and all of it may be deleted. It holds the cubin's hash, then
+the cubin: a file that was cut off is compiled again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib.metadata
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ FOLDER = Path(__file__).parent
 #: Options of every kernel. Contraction stays off: dense and threshold 0 must round alike.
 ARCH = "sm_90a"
 
+#: Bytes of the hash in front of a cubin on disk.
+_DIGEST = hashlib.sha256().digest_size
+
 
 def sources() -> dict[str, str]:
     """Texts of the CUDA files beside this module, by name."""
@@ -27,10 +32,13 @@ def sources() -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in files}
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept."""
+def cache_folder() -> Path | None:
+    """Where compiled kernels are kept; None where a user without a home names no folder."""
     chosen = os.environ.get("BLASST_CACHE_DIR")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "blasst"
+    try:
+        return Path(chosen) if chosen else Path.home() / ".cache" / "blasst"
+    except RuntimeError:
+        return None
 
 
 def compiler_version() -> str:
@@ -82,21 +90,34 @@ def compile_source(file: str, macros: Mapping[str, int], *, verbose: bool = Fals
 
 def cached_cubin(file: str, macros: Mapping[str, int]) -> bytes:
     """compile_source, from disk where it was done before."""
+    folder = cache_folder()
+    if folder is None:
+        return compile_source(file, macros)[0]
     key = hashlib.sha256(repr((file, sorted(macros.items()), sources(), ARCH, compiler_version())).encode())
-    path = cache_folder() / f"{file}-{key.hexdigest()[:32]}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        pass
+    path = folder / f"{file}-{key.hexdigest()[:32]}.cubin"
+    with suppress(OSError):
+        content = path.read_bytes()
+        if hashlib.sha256(content[_DIGEST:]).digest() == content[:_DIGEST]:
+            return content[_DIGEST:]
     cubin, _ = compile_source(file, macros)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
-            part.write(cubin)
-        os.replace(part.name, path)
-    except OSError:  # a home that cannot be written: compile again next time
-        pass
+    with suppress(OSError):  # a folder that cannot be written: compile again next time
+        _write(path, hashlib.sha256(cubin).digest() + cubin)
     return cubin
+
+
+def _write(path: Path, content: bytes) -> None:
+    """A file that is there as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            part = file.name
+            file.write(content)
+        os.replace(part, path)
+    except OSError:
+        if part is not None:
+            Path(part).unlink(missing_ok=True)
+        raise
 
 
 def checked(result: tuple[Any, ...]) -> Any:
