@@ -108,7 +108,7 @@ def _command_output(*command: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """$BLASST_COMMIT, or the commit of the checkout that this package lies in ("+": files differ), or None."""
+    """$BLASST_COMMIT, or the commit of the checkout of this package ("+": files differ), or None."""
     if named := os.environ.get("BLASST_COMMIT"):  # for a copy without its history
         return named
     package = Path(__file__).resolve().parent
