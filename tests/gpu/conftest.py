@@ -75,16 +75,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if exitstatus not in (0, 1) or reporter is None or hasattr(config, "workerinput"):
         return
-    stats = {
-        name: [report.nodeid for report in reporter.stats.get(name, ())] for name in ("passed", "skipped")
-    }
-    broken = {report.nodeid for name in ("failed", "error") for report in reporter.stats.get(name, ())}
+    outcomes = ("passed", "skipped", "failed", "error")
+    stats = {name: [report.nodeid for report in reporter.stats.get(name, ())] for name in outcomes}
+    everything = [one for name in outcomes for one in stats[name]]  # session.items stays in xdist's workers
+    broken = {*stats["failed"], *stats["error"]}
     passed = [one for one in stats["passed"] if one not in broken]  # a test may pass and its teardown fail
     single = any("::" in arg for arg in config.args) or bool(reporter.stats.get("deselected"))
-    results = {
-        family: outcome(family, [item.nodeid for item in session.items], passed, stats["skipped"])
-        for family in FAMILIES
-    }
+    results = {family: outcome(family, everything, passed, stats["skipped"]) for family in FAMILIES}
     if single or not any(results.values()):
         return
     import torch
