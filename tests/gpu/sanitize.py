@@ -57,13 +57,16 @@ def small_calls() -> None:
 def main() -> None:
     """Run the tools one after the other; the exit status says whether all of them are content."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tools", nargs="*", default=TOOLS, choices=[*TOOLS, []])
+    parser.add_argument("tools", nargs="*", help=f"some of {', '.join(TOOLS)}; default all")
     parser.add_argument("--seconds", type=float, default=240.0, help="limit of each tool")
     parser.add_argument("--calls", action="store_true", help="only make the calls (what the tools run)")
     chosen = parser.parse_args()
     if chosen.calls:
         small_calls()
         return
+    tools = chosen.tools or TOOLS
+    if unknown := set(tools) - set(TOOLS):
+        parser.error(f"unknown tools: {', '.join(sorted(unknown))}")
     program = shutil.which("compute-sanitizer")
     if program is None:
         sys.exit("compute-sanitizer is not on the PATH (it comes with the CUDA toolkit)")
@@ -72,7 +75,7 @@ def main() -> None:
     # without torch's own pool of memory every tensor has its own bounds
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     failed = []
-    for tool in chosen.tools:
+    for tool in tools:
         command = [
             program,
             "--tool",

@@ -108,7 +108,9 @@ def _command_output(*command: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout that this package lies in, with "+" after it when files differ; else None."""
+    """$BLASST_COMMIT, or the commit of the checkout of this package ("+": files differ), or None."""
+    if named := os.environ.get("BLASST_COMMIT"):  # for a copy without its history
+        return named
     package = Path(__file__).resolve().parent
     top = _command_output("git", "-C", str(package), "rev-parse", "--show-toplevel")
     if not top or not package.is_relative_to(Path(top) / "src"):
