@@ -346,14 +346,12 @@ __device__ __forceinline__ void produce_values(const Params& p, Shared& shared, 
     for (Turns turns;; turns.next_work()) {
         barrier_wait(shared_address(&barriers.work_full[turns.slot()]), turns.phase());
         const Work& work = shared.work[turns.slot()];
-        if (work.sequence < 0) break;
+        if (work.sequence < 0) return;
         const Source<kChunksV> source(p, &p.v, work);
         for (Order order(work); order.left > 0; order.next(work), ring.next()) {
             const u32 full = shared_address(&barriers.value_full[ring.stage]);
             const u32 target = values + ring.stage * kValueBytes;
             barrier_wait(shared_address(&barriers.value_empty[ring.stage]), ring.phase ^ 1);
-            // Consumers give back what they skip without waiting for it: the last load must be over.
-            barrier_wait(full, ring.phase ^ 1);
             if (p.guard_values && (order.tile + 1) * kKeys > work.keys) {
                 const u32 raw = shared_address(&barriers.value_raw);
                 source.load(order.tile, target, raw);
@@ -367,10 +365,6 @@ __device__ __forceinline__ void produce_values(const Params& p, Shared& shared, 
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&barriers.work_empty[turns.slot()]));
-    }
-    // Nobody waited for the V of skipped tiles, but it must not arrive after the CTA has gone.
-    for (int i = 0; i < kStages; ++i, ring.next()) {
-        barrier_wait(shared_address(&barriers.value_full[ring.stage]), ring.phase ^ 1);
     }
 }
 
@@ -412,7 +406,7 @@ struct RowState {
 };
 
 __device__ __forceinline__ float finite_base(float maximum, float scale_log2) {
-    return maximum == -kInfinity ? 0.f : maximum * scale_log2;
+    return maximum == -kInfinity ? 0.f : __fmul_rn(maximum, scale_log2);
 }
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -515,7 +509,7 @@ __device__ __forceinline__ void raise_maxima(
     for (int r = 0; r < 2; ++r) {
         const float now = max_or_nan(rows.maximum[r], quad_max(top[r]));
         // The rounded products are what the exponents were taken from: a maximum that stays gives exactly 1.
-        rescale[r] = exp2_fast(rows.maximum[r] * scale_log2 - finite_base(now, scale_log2));
+        rescale[r] = exp2_fast(__fmul_rn(rows.maximum[r], scale_log2) - finite_base(now, scale_log2));
         rows.maximum[r] = now;
     }
 }
@@ -559,6 +553,13 @@ struct Consumer {
     __device__ __forceinline__ void release_operands(int word, const Ring& at) const {
         release(&shared.barriers.key_empty[at.stage]);
         if (word & kLast) release(&shared.barriers.query_empty);
+    }
+
+    // V of a tile is done with. Of a skipped one nobody has waited for the load: a warpgroup that is far ahead would
+    // arrive twice where the other has yet to arrive once, and V would be overwritten while it is read.
+    __device__ __forceinline__ void release_values() const {
+        if (SKIP) barrier_wait(shared_address(&shared.barriers.value_full[ring.stage]), ring.phase);
+        release(&shared.barriers.value_empty[ring.stage]);
     }
 
     __device__ __forceinline__ u64 wait_values() const {
@@ -626,7 +627,9 @@ struct Consumer {
         }
 #endif
 #else
-        dead = p.group <= 0;  // never; but without a branch ptxas 13.0 to 13.5 finds too few registers
+        // Not visited: neither weight 0 times NaN, nor a product with 1. (Without a branch ptxas 13.0 to 13.5 finds too
+        // few registers.)
+        dead = !(word & kActive << w);
 #endif
     }
 
@@ -705,7 +708,7 @@ struct Consumer {
             decide(next_word, next);
         }
         pin(o);
-        release(&shared.barriers.value_empty[ring.stage]);
+        release_values();
         ring = after;
         return next_word;
     }
@@ -718,7 +721,7 @@ struct Consumer {
             wgmma_wait<0>();
             pin(o);
         }
-        release(&shared.barriers.value_empty[ring.stage]);
+        release_values();
         ring.next();
     }
 
