@@ -48,6 +48,10 @@ def _hopper_reason(problem: AttentionProblem) -> str | None:
 
 
 def _run_hopper(problem: AttentionProblem) -> AttentionOutput:
+    if problem.phase == "decode":
+        from blasst.kernels.hopper import decode
+
+        return decode.run(problem)
     from blasst.kernels.hopper import prefill
 
     return prefill.run(problem)

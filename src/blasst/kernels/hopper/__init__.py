@@ -36,8 +36,9 @@ def unsupported_reason(problem: AttentionProblem) -> str | None:
         return f"q is on {q.device}, these kernels need an NVIDIA GPU"
     if torch.cuda.get_device_capability(q.device) != CAPABILITY:
         return f"{torch.cuda.get_device_name(q.device)} is not a Hopper GPU (compute capability 9.0)"
-    if problem.phase != "prefill":
-        return "decode has no Hopper kernel yet"
+    if problem.phase == "decode":
+        decode = import_module("blasst.kernels.hopper.decode")
+        return decode.unsupported_reason(problem) or _shape_reason(problem) or compiler_reason()
     return _shape_reason(problem) or compiler_reason()
 
 

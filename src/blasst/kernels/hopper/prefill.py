@@ -120,7 +120,8 @@ def _tensor_map(
     return (ctypes.c_uint64 * 16)(*(int(word) for word in encoded.opaque))
 
 
-def _map_of(tensor: Tensor, rows: int) -> Any:
+def map_of(tensor: Tensor, rows: int) -> Any:
+    """Tensor map of q, k or v, packed or not, in boxes of so many rows."""
     four = tensor if tensor.dim() == 4 else tensor.unsqueeze(0)
     return _tensor_map(four.data_ptr(), four.dtype, tuple(four.shape), four.stride(), rows)
 
@@ -177,7 +178,8 @@ def _section(problem: AttentionProblem) -> int:
     return together * (problem.num_heads // kv_heads)
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
+def pointer(tensor: Tensor | None) -> int | None:
+    """Address of a tensor, or None."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -207,22 +209,22 @@ def _parameters(problem: AttentionProblem, outputs: Outputs, ticket: Tensor) -> 
     blocks = length // BLOCK + problem.batch_size if problem.packed else num_tiles(length, BLOCK)
     heads = problem.num_heads if problem.packed else problem.num_heads * problem.batch_size
     params = _Params(
-        q=_map_of(q, BLOCK),
-        k=_map_of(k, rows),
-        v=_map_of(problem.v, rows),
+        q=map_of(q, BLOCK),
+        k=map_of(k, rows),
+        v=map_of(problem.v, rows),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
-        mass=_pointer(outputs.mass_bound if threshold is not None else None),
-        kept=_pointer(outputs.kept),
-        skipped=_pointer(outputs.skipped),
-        visited=_pointer(outputs.visited),
-        threshold=_pointer(threshold),
-        sinks=_pointer(sinks),
-        cu_q=_pointer(cu_q),
-        cu_k=_pointer(cu_k),
-        seqused=_pointer(seqused),
-        leftpad=_pointer(leftpad),
-        table=_pointer(table),
+        mass=pointer(outputs.mass_bound if threshold is not None else None),
+        kept=pointer(outputs.kept),
+        skipped=pointer(outputs.skipped),
+        visited=pointer(outputs.visited),
+        threshold=pointer(threshold),
+        sinks=pointer(sinks),
+        cu_q=pointer(cu_q),
+        cu_k=pointer(cu_k),
+        seqused=pointer(seqused),
+        leftpad=pointer(leftpad),
+        table=pointer(table),
         ticket=ticket.data_ptr(),
         out_stride_b=0 if problem.packed else out.stride(0),
         out_stride_s=out.stride(-3),

@@ -3,6 +3,7 @@
 #pragma once
 
 using u8 = unsigned char;
+using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
@@ -219,6 +220,67 @@ template <> __device__ __forceinline__ void wgmma_rs<128>(float (&d)[64], u32 a0
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
 }
 
+// d (64 x kColumns, fp32) = or += a (64 x 16, shared, MN-major if kTransposeA) . b^T (kColumns x 16, shared, K-major).
+template <int kColumns, int kTransposeA>
+struct WgmmaSs;
+
+template <int kTransposeA>
+struct WgmmaSs<8, kTransposeA> {
+    static __device__ __forceinline__ void run(float (&d)[4], u64 a, u64 b, int accumulate) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, %6, 0;"
+            "wgmma.mma_async.sync.aligned.m64n8k16.f32." OPERAND "." OPERAND " {"
+            "%0, %1, %2, %3"
+            "}, %4, %5, p, 1, 1, %7, 0;}"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeA));
+    }
+};
+
+template <int kTransposeA>
+struct WgmmaSs<16, kTransposeA> {
+    static __device__ __forceinline__ void run(float (&d)[8], u64 a, u64 b, int accumulate) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, %10, 0;"
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32." OPERAND "." OPERAND " {"
+            "%0, %1, %2, %3, %4, %5, %6, %7"
+            "}, %8, %9, p, 1, 1, %11, 0;}"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+            : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeA));
+    }
+};
+
+template <int kTransposeA>
+struct WgmmaSs<32, kTransposeA> {
+    static __device__ __forceinline__ void run(float (&d)[16], u64 a, u64 b, int accumulate) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, %18, 0;"
+            "wgmma.mma_async.sync.aligned.m64n32k16.f32." OPERAND "." OPERAND " {"
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+            "}, %16, %17, p, 1, 1, %19, 0;}"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+            : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeA));
+    }
+};
+
+template <int kTransposeA>
+struct WgmmaSs<64, kTransposeA> {
+    static __device__ __forceinline__ void run(float (&d)[32], u64 a, u64 b, int accumulate) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, %34, 0;"
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32." OPERAND "." OPERAND " {"
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+            "}, %32, %33, p, 1, 1, %35, 0;}"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+            : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeA));
+    }
+};
+
 // --- arithmetic -----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -239,4 +301,12 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     u32 both;
     asm("cvt.rn." OPERAND "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
+}
+
+// --- shared memory ---------------------------------------------------------------------------------------
+
+// Two 8 x 8 matrices of 16-bit numbers, transposed; lane i < 16 names the place of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void store_transposed(u32 place, u32 first, u32 second) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(place), "r"(first), "r"(second)
+                 : "memory");
 }
