@@ -89,8 +89,10 @@ def build(
 
 def builds() -> Iterator[dict[str, int]]:
     """Every build that a call can ask for."""
-    for dim, dtype, rows, skip, softcap, paged in product(HEAD_DIMS, DTYPES, ROWS, *[(False, True)] * 3):
-        yield build(dim, dtype, rows, skip=skip, softcap=softcap, paged=paged)
+    flags = (False, True)
+    for dim, dtype, rows in product(HEAD_DIMS, DTYPES, ROWS):
+        for skip, softcap, paged in product(flags, flags, flags):
+            yield build(dim, dtype, rows, skip=skip, softcap=softcap, paged=paged)
 
 
 def shared_bytes(defined: dict[str, int]) -> int:

@@ -1,0 +1,181 @@
+"""The Hopper decode kernel: a thousand random ragged batches against the reference, and bits that must stay."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from blasst import blasst_attn_with_kvcache
+from blasst.core.reference import reference_attention
+from blasst.core.types import AttentionOutput, SkipCounts
+from blasst.testing import assert_matches_reference, heavy_tailed_inputs, pages_from
+
+PARTS, CALLS = 10, 100
+#: Seconds in which a part must end, compilation included; a kernel that hangs does not.
+LIMIT = 120
+NEAR = 2e-3
+GROUPS_AND_TOKENS = [(1, 1), (1, 8), (3, 1), (4, 1), (4, 4), (6, 2), (7, 1), (7, 3), (16, 1), (16, 2)]
+EVERYTHING = {"return_lse": True, "return_counts": True, "return_kept_tiles": True, "impl": "hopper"}
+
+
+def draw_call(draw: random.Random) -> tuple[dict, dict]:
+    """(tensors by their names in the reference, options)."""
+    batch, kv_heads = draw.choice([1, 1, 2, 3, 5]), draw.choice([1, 2, 4])
+    group, tokens = draw.choice(
+        [(1, 1), (1, 8), (3, 1), (4, 1), (4, 4), (6, 2), (7, 1), (7, 3), (16, 1), (16, 2)]
+    )
+    longest = draw.choice([1, 63, 64, 65, 200, 640, draw.randint(1, 6000), draw.randint(1, 6000)])
+    x = heavy_tailed_inputs(
+        batch,
+        tokens,
+        longest,
+        kv_heads * group,
+        kv_heads,
+        draw.choice([64, 96, 128, 128]),
+        dtype=draw.choice([torch.bfloat16, torch.float16]),
+        device="cuda",
+        seed=draw.randrange(2**31),
+        block=64,
+        hot_fraction=draw.choice([0.05, 0.25]),
+        drop=draw.choice([(8.0, 40.0), (1.0, 12.0)]),
+        noise=draw.choice([0.5, 2.0]),
+    )
+    if draw.random() < 0.2:  # a hot key in the middle, far above the anchors
+        x.k[:, longest // 2, :, 0] = x.k[:, longest // 2, :, 0].abs() + 60.0
+    lengths = [draw.choice([longest, draw.randint(1, longest)]) for _ in range(batch)]
+    tensors = {"q": x.q, "k": x.k, "v": x.v}
+    if draw.random() < 0.7:
+        for b, n in enumerate(lengths):
+            x.k[b, n:] = x.v[b, n:] = torch.nan
+        tensors["seqused_k"] = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        if draw.random() < 0.6:
+            page = draw.choice([16, 32, 64, 128, 256])
+            tensors["k"], tensors["block_table"] = pages_from(x.k, page, fill=torch.nan)
+            tensors["v"], _ = pages_from(x.v, page, fill=torch.nan)
+    options = {
+        "causal": draw.random() < 0.8,
+        "window_size": draw.choice([(-1, -1)] * 4 + [(100, 0), (1000, -1)]),
+        "softcap": draw.choice([0.0, 0.0, 0.0, 15.0]),
+        "sinks": torch.linspace(-2, 6, kv_heads * group, device="cuda") if draw.random() < 0.25 else None,
+    }
+    return tensors, options
+
+
+def call(tensors: dict, options: dict, threshold: object) -> AttentionOutput:
+    """The public function on these tensors."""
+    return blasst_attn_with_kvcache(
+        tensors["q"],
+        tensors["k"],
+        tensors["v"],
+        cache_seqlens=tensors.get("seqused_k"),
+        block_table=tensors.get("block_table"),
+        threshold=threshold,
+        **options,
+        **EVERYTHING,
+    )
+
+
+def on_cpu(got: AttentionOutput) -> AttentionOutput:
+    """A call's output on the CPU, where many small references are found faster."""
+    counts = SkipCounts(got.counts.skipped.cpu(), got.counts.visited.cpu())
+    return AttentionOutput(got.out.cpu(), got.lse.cpu(), counts, None, got.kept_tiles.cpu())
+
+
+def check(draw: random.Random) -> None:
+    """One random call."""
+    tensors, options = draw_call(draw)
+    threshold = draw.choice([None, 0.0, 1e-3, 0.05, 1.0])
+    if threshold and draw.random() < 0.3:
+        sequences = tensors["q"].shape[0]
+        threshold = torch.tensor([draw.choice([0.0, 0.01, 1.0]) for _ in range(sequences)], device="cuda")
+    got = call(tensors, options, threshold)
+    again = call(tensors, options, threshold)
+    assert torch.equal(got.out, again.out), "two runs differ"
+    assert torch.equal(got.lse, again.lse), "two runs differ"
+    if isinstance(threshold, float) and threshold == 0.0:
+        assert torch.equal(got.out, call(tensors, options, None).out), "threshold 0 differs from dense"
+    rule = {"threshold": threshold, "phase": "decode", **options, **tensors}
+    rule = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in rule.items()}
+    truth = reference_attention(**rule)
+    yardstick = reference_attention(**rule, kept_tiles=truth.kept_tiles, dtype=tensors["q"].dtype)
+    assert_matches_reference(on_cpu(got), truth, yardstick, rule["threshold"], NEAR)
+
+
+def run(part: int) -> None:
+    """All calls of a part; the message of a failure names the call."""
+    torch.set_num_threads(1)
+    for number in range(CALLS):
+        try:
+            check(random.Random(part * CALLS + number))
+        except Exception as error:
+            raise AssertionError(f"call {part * CALLS + number}: {error}") from error
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_ragged_batches(part: int) -> None:
+    done = subprocess.run(
+        [sys.executable, __file__, str(part)], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_alone_and_in_a_batch_of_33_has_the_same_bits() -> None:
+    x = heavy_tailed_inputs(33, 1, 9000, 8, 2, 128, dtype=torch.bfloat16, device="cuda", block=64, seed=1)
+    lengths = torch.linspace(1, 9000, 33).int().cuda()
+    threshold = torch.linspace(0, 0.05, 33).cuda()
+    batch = blasst_attn_with_kvcache(*x, cache_seqlens=lengths, threshold=threshold, **EVERYTHING)
+    assert int(batch.counts.skipped.sum()) > 0
+    for i in range(33):
+        one = [t[i : i + 1] for t in x]
+        alone = blasst_attn_with_kvcache(
+            *one, cache_seqlens=lengths[i : i + 1], threshold=threshold[i : i + 1], **EVERYTHING
+        )
+        assert torch.equal(alone.out[0], batch.out[i])
+        assert torch.equal(alone.lse[0], batch.lse[i])
+        assert torch.equal(alone.counts.skipped[0], batch.counts.skipped[i])
+
+
+def test_values_of_skipped_tiles_are_not_used() -> None:
+    x = heavy_tailed_inputs(2, 1, 5000, 8, 2, 128, dtype=torch.bfloat16, device="cuda", block=64, seed=2)
+    clean = blasst_attn_with_kvcache(*x, threshold=0.01, **EVERYTHING)
+    dead = ~clean.kept_tiles[:, :, 0]
+    assert int(dead.sum()) > 0
+    for b, head, tile in dead.nonzero().tolist():
+        x.v[b, tile * 64 : (tile + 1) * 64, head] = torch.nan
+    again = blasst_attn_with_kvcache(*x, threshold=0.01, **EVERYTHING)
+    assert torch.equal(clean.out, again.out)
+
+
+def test_a_graph_follows_lengths_thresholds_and_pages() -> None:
+    x = heavy_tailed_inputs(3, 1, 4000, 8, 2, 64, dtype=torch.bfloat16, device="cuda", block=64, seed=3)
+    pages_k, table = pages_from(x.k, 64, fill=torch.nan)
+    pages_v, _ = pages_from(x.v, 64, fill=torch.nan)
+    lengths = torch.tensor([4000, 1, 2000], dtype=torch.int32, device="cuda")
+    threshold = torch.tensor([0.0, 0.01, 1.0], device="cuda")
+
+    def step() -> AttentionOutput:
+        return blasst_attn_with_kvcache(
+            x.q, pages_k, pages_v, cache_seqlens=lengths, block_table=table, threshold=threshold, **EVERYTHING
+        )
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    for new_lengths, new_threshold in (([3, 3999, 640], [0.05, 0.0, 0.01]), ([129, 64, 65], [1.0, 1.0, 0.0])):
+        lengths.copy_(torch.tensor(new_lengths, dtype=torch.int32))
+        threshold.copy_(torch.tensor(new_threshold))
+        graph.replay()
+        want = step()
+        for got, expected in ((replayed.out, want.out), (replayed.lse, want.lse)):
+            assert torch.equal(got, expected)
+        assert torch.equal(replayed.counts.skipped, want.counts.skipped)
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]))
