@@ -1,4 +1,4 @@
-"""The Hopper decode kernel: a thousand random ragged batches against the reference, and bits that must stay."""
+"""The Hopper decode kernel: random ragged batches against the reference, and bits that must stay."""
 
 from __future__ import annotations
 

@@ -33,13 +33,47 @@ _SHARED_BYTES = 227 * 1024
 _STATE_BYTES = 4096
 _SLOTS = 3
 
-_POINTERS = ("q", "out", "lse", "partial", "arrivals", "kept", "skipped", "visited", "threshold", "sinks")
-_POINTERS += ("seqused", "leftpad", "table")
-_STRIDES = ("q_stride_b", "q_stride_s", "q_stride_h", "out_stride_b", "out_stride_s", "out_stride_h")
-_STRIDES += ("lse_stride_b", "lse_stride_h")
-_INTEGERS = ("table_stride", "threshold_stride", "num_kv_heads", "group", "tokens", "seqlen_k", "splits")
-_INTEGERS += ("wanted_splits", "min_tiles", "page_shift", "window_left", "window_right", "key_tiles")
-_INTEGERS += ("guard_values",)
+_POINTERS = (
+    "q",
+    "out",
+    "lse",
+    "partial",
+    "arrivals",
+    "kept",
+    "skipped",
+    "visited",
+    "threshold",
+    "sinks",
+    "seqused",
+    "leftpad",
+    "table",
+)
+_STRIDES = (
+    "q_stride_b",
+    "q_stride_s",
+    "q_stride_h",
+    "out_stride_b",
+    "out_stride_s",
+    "out_stride_h",
+    "lse_stride_b",
+    "lse_stride_h",
+)
+_INTEGERS = (
+    "table_stride",
+    "threshold_stride",
+    "num_kv_heads",
+    "group",
+    "tokens",
+    "seqlen_k",
+    "splits",
+    "wanted_splits",
+    "min_tiles",
+    "page_shift",
+    "window_left",
+    "window_right",
+    "key_tiles",
+    "guard_values",
+)
 _FLOATS = ("scale_log2", "unit", "score_factor", "score_cap")
 
 
