@@ -2,8 +2,8 @@
 
 python benchmarks/kernel_variants.py --seqlen 16384 '' PARTS=1 PARTS=2,STAGES=2
 
-Each argument is a variant: macros that replace those of the build, comma separated ('' = as shipped). A macro that
-only an older commit knows is tried in a checkout of that commit.
+Each argument is a variant: macros that replace those of the build, comma separated ('' = as shipped). A macro
+that only an older commit knows is tried in a checkout of that commit.
 """
 
 from __future__ import annotations
