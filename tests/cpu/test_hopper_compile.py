@@ -13,7 +13,7 @@ import torch
 from blasst.core.problem import AttentionProblem
 from blasst.kernels import hopper
 from blasst.kernels.hopper import compile as compiler
-from blasst.kernels.hopper import prefill
+from blasst.kernels.hopper import decode, prefill
 from blasst.kernels.hopper.resources import read_log
 
 REMEDY = "pip install 'cuda-core>=1.2' 'cuda-bindings>=13' 'nvidia-cuda-nvrtc>=13'"
@@ -26,6 +26,10 @@ PLAIN = prefill.build(128, torch.bfloat16, SKIP=1, MASS=0, BUDGET=0, SOFTCAP=0)
 def name_of(build):
     rule = "-".join(name.lower() for name in ("SKIP", "MASS", "BUDGET", "SOFTCAP", "PAGED") if build[name])
     return f"{'bf16' if build['BF16'] else 'fp16'}-{build['HEAD_DIM']}-{rule or 'dense'}"
+
+
+def name_of_decode(build):
+    return f"{build['ROWS']}-rows-{name_of(build | {'MASS': 0, 'BUDGET': 0})}"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,8 +48,18 @@ def test_build_has_no_spills_and_fits(build):
     assert made.shared + prefill.shared_bytes(build) <= SHARED_MEMORY, made
 
 
-def test_every_build_is_listed_once():
-    assert len({tuple(build.items()) for build in BUILDS}) == len(BUILDS) == 96
+@pytest.mark.parametrize("build", list(decode.builds()), ids=name_of_decode)
+def test_decode_build_has_no_spills_and_fits(build):
+    made = read_log(compiler.compile_source(decode.FILE, build, verbose=True)[1])
+    assert made.clean, made
+    assert made.registers <= REGISTERS, made
+    assert made.shared + decode.shared_bytes(build) <= SHARED_MEMORY, made
+
+
+@pytest.mark.parametrize(("kernel", "count"), [(prefill, 96), (decode, 144)])
+def test_every_build_is_listed_once(kernel, count):
+    builds = list(kernel.builds())
+    assert len({tuple(build.items()) for build in builds}) == len(builds) == count
 
 
 @pytest.mark.parametrize(
@@ -117,6 +131,15 @@ def compile_with(text, monkeypatch):
 
 def test_arguments_lie_where_the_kernel_reads_them(monkeypatch):
     compile_with(layout_checks(prefill._Params), monkeypatch)
+
+
+def test_decode_arguments_are_those_of_its_kernel(monkeypatch):
+    build = decode.build(128, torch.bfloat16, 8, skip=True, softcap=False, paged=False)
+    checks = layout_checks(decode._Params).replace(str(prefill._STATE_BYTES), str(decode._STATE_BYTES))
+    texts = compiler.sources()
+    together = texts | {decode.FILE: texts[decode.FILE] + checks}
+    monkeypatch.setattr(compiler, "sources", lambda: together)
+    compiler.compile_source(decode.FILE, build)
 
 
 @pytest.mark.parametrize("wrong", ["order", "missing", "type"])
