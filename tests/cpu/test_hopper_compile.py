@@ -216,7 +216,7 @@ def test_served_calls_have_no_reason(changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"phase": "decode"}, "decode"),
+        ({"phase": "decode"}, "rows for each KV head"),
         (sized(128, dtype=torch.float32), "dtype torch.float32, supported are float16 and bfloat16"),
         (sized(80), "head dims are (80, 80), supported are equal ones of 64, 96, 128"),
         (sized(128, 64), "head dims are (128, 64)"),
