@@ -12,6 +12,10 @@
 // STAGES, PARTS. What is computed: docs/method.md.
 #include "ptx.cuh"
 
+#ifndef TURNS  // experiment: the warpgroups take turns in exp
+#define TURNS 0
+#endif
+
 
 namespace {
 
@@ -36,6 +40,7 @@ constexpr int kScores = kKeys / 2;    // registers of the scores of one tile
 
 // Named barriers: 0 is __syncthreads.
 constexpr int kVoteBarrier = 1;  // + warpgroup
+constexpr int kTurnBarrier = 3;  // + warpgroup
 
 struct Barriers {
     u64 key_full[kStages], key_empty[kStages];
@@ -642,6 +647,13 @@ struct Consumer {
         }
     }
 
+    __device__ __forceinline__ void take_turn() const {
+        if (TURNS) named_sync(kTurnBarrier + w, 256);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if (TURNS) named_arrive(kTurnBarrier + 1 - w, 256);
+    }
+
     // Take a kept tile in: P.V is issued in kParts, each as soon as its part of P is there.
     __device__ __forceinline__ void absorb(float (&now)[kScores]) {
         constexpr int kBlocks = kKeys / 16 / kParts;  // of 16 keys in a part
@@ -694,14 +706,17 @@ struct Consumer {
         after.next();
         const int next_word = issue(next, after);
         record(word);
+        take_turn();
         if (!dead) {
             absorb(now);
+            pass_turn();
             wgmma_wait<1>();
             pin(next);
             release_operands(next_word, after);
             decide(next_word, next);
             wgmma_wait<0>();
         } else {
+            pass_turn();
             wgmma_wait<0>();
             pin(next);
             release_operands(next_word, after);
@@ -716,10 +731,14 @@ struct Consumer {
     // The last tile.
     __device__ __forceinline__ void finish(int word, float (&now)[kScores]) {
         record(word);
+        take_turn();
         if (!dead) {
             absorb(now);
+            pass_turn();
             wgmma_wait<0>();
             pin(o);
+        } else {
+            pass_turn();
         }
         release_values();
         ring.next();
@@ -891,6 +910,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prefill(const __grid_consta
     } else {
         registers_up<kConsumerRegisters>();
         const int w = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0) - 1;  // known to be uniform
+        if (TURNS && w == 1) named_arrive(kTurnBarrier, 256);
         Consumer{p, shared, keys, values, w, query + w * kRows * kChunk * 2}.run();
     }
 }
