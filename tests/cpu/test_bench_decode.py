@@ -16,6 +16,7 @@ from blasst.bench import decode, variants
 from blasst.bench.check import WrongResultError
 from blasst.bench.inputs import Inputs, hot_and_cold_inputs
 from blasst.bench.record import append_rows, environment, read_rows
+from blasst.bench.timing import host_microseconds
 from blasst.core.types import AttentionOutput, SkipCounts
 from blasst.testing import pages_from
 
@@ -203,9 +204,9 @@ def test_wrong_kernel_is_refused_before_it_is_timed(
 ) -> None:
     right = decode.blasst_attn_with_kvcache
 
-    def wrong(*args: object, threshold: float | None, **options: object) -> AttentionOutput:
+    def wrong(*args: object, threshold: torch.Tensor | None, **options: object) -> AttentionOutput:
         result = right(*args, threshold=threshold, **options)
-        now = "dense" if threshold is None else "skipping" if threshold else "zero"
+        now = "dense" if threshold is None else "skipping" if bool(threshold.any()) else "zero"
         return break_it(result) if now == when else result
 
     def no_timing(*_: object, **__: object) -> None:
@@ -240,6 +241,18 @@ def test_cold_l2_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "interleaved", seen)
     decode.measure_decode(tiny(500), [0.3], repeats=1)
     assert asked == [True]
+
+
+def test_time_of_the_host_is_taken_in_bursts_that_fit_the_launch_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: events.append("wait"))
+    found = host_microseconds(lambda: events.append("call"), torch.device("cuda"))
+    assert found is not None and 0 < found < 1e4
+    bursts = "".join(event[0] for event in events).split("w")
+    assert [len(burst) for burst in bursts] == [0, *[20] * 10, 0]
+    assert host_microseconds(lambda: None, CPU) is None
 
 
 def test_cache_has_levels_of_64_keys_and_few_query_rows() -> None:
