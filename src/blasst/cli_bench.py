@@ -42,12 +42,34 @@ _PORTABLE_LENGTHS = LengthList((1024, 4096))
 _PREFILL_LENGTHS = LengthList((16384, 65536))
 _PREFILL_HEADS = HeadCounts(32, 8)
 _SPARSITIES = SparsityList((0.25, 0.5, 0.7, 0.8, 0.9))
+_DECODE_LENGTHS = LengthList((16384, 65536))
+_DECODE_BATCHES = LengthList((1, 4, 16, 64))
+_DECODE_SPARSITIES = SparsityList((0.5, 0.8, 0.95))
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def _table(rows: list[BenchmarkRow], names: dict[str, str]) -> list[dict[str, Any]]:
     """Rows with the shown columns only: title -> field."""
     return [{title: asdict(row)[field] for title, field in names.items()} for row in rows]
+
+
+def _show(
+    title: str,
+    rows: list[BenchmarkRow],
+    notes: list[str],
+    block: dict[str, Any],
+    names: dict[str, str],
+    json_output: bool,
+) -> None:
+    """One JSON line, or notes and a table of the columns named."""
+    from blasst.bench.record import row_fields
+
+    if json_output:
+        print_json({"rows": [row_fields(row) for row in rows], "notes": notes, "environment": block})
+        return
+    for note in notes:
+        error_console.print(f"note: {note}", markup=False)
+    print_table(f"{title}; {rows[0].inputs}", _table(rows, names))
 
 
 @bench_app.command()
@@ -71,7 +93,7 @@ def portable(
     import torch
 
     from blasst.bench.portable import Setting, measure
-    from blasst.bench.record import append_rows, environment
+    from blasst.bench.record import append_rows, environment, row_fields
 
     phases: list[Literal["prefill", "decode"]] = ["prefill", "decode"] if phase == "both" else [phase]
     settings = [Setting(p, n, batch, heads, kv_heads, head_dim) for p in phases for n in lengths]
@@ -93,7 +115,7 @@ def portable(
         shown = {"kernel": "kernel", "bench": "bench", "keys": "seqlen_k", "threshold": "threshold"}
         shown |= {"sparsity": "sparsity", "ms": "ms", "ms low": "ms_low", "ms high": "ms_high"}
         print_table(f"Median times; inputs: {rows[0].inputs}", _table(rows, shown))
-    print_json({"rows": [asdict(row) for row in rows], "environment": block})
+    print_json({"rows": [row_fields(row) for row in rows], "environment": block})
 
 
 def _lengths_of_capture(wanted: LengthList | None, whole: Inputs) -> LengthList:
@@ -180,14 +202,75 @@ def prefill(
             notes += [f"{seqlen} tokens: {note}" for note in result.notes]
             if out is not None:  # at once: a later length may fail
                 append_rows(out, result.rows, block)
-    if json_output:
-        print_json({"rows": [asdict(row) for row in rows], "notes": notes, "environment": block})
-        return
-    for note in notes:
-        error_console.print(f"note: {note}", markup=False)
     shown = {"kernel": "kernel", "tokens": "seqlen_k", "threshold": "threshold", "sparsity": "sparsity"}
     shown |= {"ms": "ms", "TFLOP/s": "tflops", "x cudnn": "ratio_to_cudnn", "x dense": "ratio_to_own_dense"}
-    print_table(f"Prefill, dense-equivalent TFLOP/s; {rows[0].inputs}", _table(rows, shown))
+    _show("Prefill, dense-equivalent TFLOP/s", rows, notes, block, shown, json_output)
+
+
+@bench_app.command()
+def decode(
+    seqlens: Annotated[
+        LengthList, typer.Option(parser=sequence_lengths, metavar="L,L", help="Keys of the cache.")
+    ] = _DECODE_LENGTHS,
+    batch: Annotated[
+        LengthList, typer.Option(parser=sequence_lengths, metavar="B,B", help="Sequences.")
+    ] = _DECODE_BATCHES,
+    heads: Annotated[
+        HeadCounts, typer.Option(parser=head_counts, metavar="Q/KV", help="Query and KV heads.")
+    ] = _PREFILL_HEADS,
+    head_dim: Annotated[int, typer.Option(min=2)] = 128,
+    dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option()] = "bf16",
+    new_tokens: Annotated[  # at most MAX_DECODE_TOKENS, whose file loads torch
+        int, typer.Option(min=1, max=8, help="Query rows of a sequence.")
+    ] = 1,
+    page_size: Annotated[int, typer.Option(min=0, help="Slots of a page; 0 = contiguous.")] = 0,
+    impl: Annotated[Impl, typer.Option(help="Kernel, as in blasst_attn_with_kvcache.")] = "auto",
+    sparsities: Annotated[
+        SparsityList, typer.Option(parser=sparsity_list, metavar="S,S", help="Wanted sparsities.")
+    ] = _DECODE_SPARSITIES,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Timed calls; default: about 200 ms of each variant.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Annotated[str | None, typer.Option(help="torch device; default cuda if there is one.")] = None,
+    out: Rows = None,
+    json_output: Json = False,
+) -> None:
+    """New tokens against a KV cache: ours dense, at threshold 0 and at wanted sparsities, beside cuDNN."""
+    import torch
+
+    from blasst.bench.decode import measure_decode
+    from blasst.bench.inputs import hot_and_cold_inputs
+    from blasst.bench.record import append_rows, environment
+
+    where, torch_dtype = _device(device), getattr(torch, _DTYPES[dtype])
+    block, rows, notes = environment(), [], []
+    shapes = [(seqlen, sequences) for seqlen in seqlens for sequences in batch]
+    with progress_bar("bench decode") as progress:
+        for done, (seqlen, sequences) in enumerate(shapes):
+            progress(done, len(shapes), f"{sequences} x {seqlen} keys")
+            inputs = hot_and_cold_inputs(
+                sequences,
+                seqlen,
+                *heads,
+                head_dim,
+                dtype=torch_dtype,
+                device=where,
+                seed=seed,
+                new_tokens=new_tokens,
+            )
+            result = measure_decode(
+                inputs, sparsities, page_size=page_size, impl=impl, repeats=repeats, seed=seed
+            )
+            del inputs  # many GiB, before the next are made
+            rows += result.rows
+            notes += [f"{sequences} x {seqlen} keys: {note}" for note in result.notes]
+            if out is not None:  # at once: a later shape may fail
+                append_rows(out, result.rows, block)
+    shown = {"kernel": "kernel", "keys": "seqlen_k", "batch": "batch", "threshold": "threshold"}
+    shown |= {"sparsity": "sparsity", "us": "us", "TB/s": "tbps", "host us": "host_us"}
+    shown |= {"x cudnn": "ratio_to_cudnn", "x dense": "ratio_to_own_dense"}
+    _show("Decode", rows, notes, block, shown, json_output)
 
 
 @bench_app.command()

@@ -280,7 +280,10 @@ def pages_from(
     generator = torch.Generator().manual_seed(seed)
     place = torch.randperm(batch * per + spare, generator=generator)[: batch * per].view(batch, per)
     pages = cache.new_full((batch * per + spare, page_size, *cache.shape[2:]), fill)
-    padded = cache.new_full((batch, per * page_size, *cache.shape[2:]), fill)
-    padded[:, :capacity] = cache
-    pages[place.to(cache.device)] = padded.unflatten(1, (per, page_size))
-    return pages, place.to(device=cache.device, dtype=torch.int32)
+    # Full pages, then what is left: a padded copy of the cache would take its memory once more.
+    on_device, full = place.to(cache.device), capacity // page_size
+    for own, sequence in zip(on_device, cache):
+        pages[own[:full]] = sequence[: full * page_size].unflatten(0, (full, page_size))
+        if full < per:
+            pages[own[full], : capacity - full * page_size] = sequence[full * page_size :]
+    return pages, on_device.to(torch.int32)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from blasst import blasst_attn_func, cli
-from blasst.bench import prefill
+from blasst.bench import prefill, variants
 from blasst.bench.check import WrongResultError
 from blasst.bench.dial import dial_sparsity
 from blasst.bench.inputs import Inputs, captured_inputs, hot_and_cold_inputs
@@ -175,7 +175,7 @@ def test_wrong_kernel_is_refused_before_it_is_timed(
         raise AssertionError("a wrong kernel was timed")
 
     monkeypatch.setattr(prefill, "blasst_attn_func", wrong)
-    monkeypatch.setattr(prefill, "interleaved", no_timing)
+    monkeypatch.setattr(variants, "interleaved", no_timing)
     with pytest.raises(WrongResultError, match=message):
         prefill.measure_prefill(tiny(), [0.5], repeats=1)
 

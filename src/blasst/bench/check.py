@@ -15,7 +15,7 @@ from torch import Tensor
 from blasst.bench.inputs import Inputs
 from blasst.core.errors import BlasstError
 from blasst.core.reference import ReferenceOutput, reference_attention
-from blasst.core.types import PREFILL_TILE, SkipCounts, num_tiles
+from blasst.core.types import DECODE_TILE, PREFILL_TILE, Phase, SkipCounts, num_tiles
 from blasst.testing import assert_same_kept_tiles, assert_within_budget, max_error
 
 #: Query heads that are sampled of each place.
@@ -93,20 +93,32 @@ def check_equal(got: Tensor, want: Tensor, what: str) -> None:
         raise WrongResultError(f"{what}: they differ by up to {max_error(got, want):.3g}")
 
 
-def check_counts(counts: SkipCounts, kept_tiles: Tensor, seqlen: int, causal: bool) -> None:
+def visited_tiles_of_head(inputs: Inputs, causal: bool, phase: Phase) -> int:
+    """Key tiles that the query tiles of one head visit: a query head in prefill, a KV head in decode.
+
+    Args:
+        inputs: their lengths count; as many rows as keys in prefill.
+        causal: the mask; of no effect in decode, where the newest token sees every key.
+        phase: whose tiles.
+    """
+    keys = inputs.k.shape[1]
+    if phase == "decode":
+        return num_tiles(keys, DECODE_TILE.key)
+    ends = [min(end, keys) if causal else keys for end in range(_ROWS, keys + _ROWS, _ROWS)]
+    return sum(num_tiles(end, PREFILL_TILE.key) for end in ends)
+
+
+def check_counts(counts: SkipCounts, kept_tiles: Tensor, visited: int) -> None:
     """Counts agree with the map of kept tiles, and visited with the mask.
 
     Args:
-        counts: (batch, num_heads) each.
-        kept_tiles: (batch, num_heads, query tiles, key tiles).
-        seqlen: rows and keys.
-        causal: the mask.
+        counts: (batch, heads) each.
+        kept_tiles: (batch, heads, query tiles, key tiles).
+        visited: tiles that each head must visit.
 
     Raises:
         WrongResultError: they do not.
     """
-    ends = [min(end, seqlen) if causal else seqlen for end in range(_ROWS, seqlen + _ROWS, _ROWS)]
-    visited = sum(num_tiles(end, PREFILL_TILE.key) for end in ends)
     if not bool((counts.visited == visited).all()):
         raise WrongResultError(f"counts.visited: {counts.visited.unique().tolist()}, want {visited}")
     if not torch.equal(counts.visited - counts.skipped, kept_tiles.sum((2, 3))):
@@ -119,9 +131,10 @@ class _Place:
 
     batch: int
     heads: Tensor  # query heads
+    map_heads: Tensor  # their heads in the map of kept tiles
     tile: int
     q: Tensor  # (1, rows, sampled heads, head_dim)
-    k: Tensor  # (1, keys, sampled heads, head_dim)
+    k: Tensor  # (1, keys, sampled heads, head_dim); in decode the one KV head
     values: Tensor  # v and |v| beside each other
     dense: ReferenceOutput
 
@@ -133,14 +146,29 @@ class _Place:
 class SampledTiles:
     """A few query tiles of an input with their reference in float64.
 
-    Two places: the last query tile, which sees most keys, and a random one; up to 4 random heads of each.
+    Prefill has two places: the last query tile, which sees most keys, and a random one; up to 4 random heads
+    of each. Decode has one: a random KV head of a random sequence, with all its query heads and new tokens.
     """
 
-    def __init__(self, inputs: Inputs, causal: bool, seed: int = 0) -> None:
+    def __init__(self, inputs: Inputs, causal: bool, seed: int = 0, phase: Phase = "prefill") -> None:
         self.causal, self.scale, self.dtype = causal, inputs.softmax_scale, inputs.q.dtype
+        self.phase = phase
         draw = random.Random(seed)
+        if phase == "decode":
+            self._places = [self._kv_head(inputs, draw)]
+            return
         last = num_tiles(inputs.q.shape[1], _ROWS) - 1
         self._places = [self._place(inputs, tile, draw) for tile in sorted({last, draw.randint(0, last)})]
+
+    def _kv_head(self, inputs: Inputs, draw: random.Random) -> _Place:
+        b, kv_head = draw.randrange(inputs.k.shape[0]), draw.randrange(inputs.k.shape[2])
+        group = inputs.q.shape[2] // inputs.k.shape[2]
+        own = torch.tensor([kv_head], device=inputs.q.device)
+        heads = kv_head * group + torch.arange(group, device=inputs.q.device)
+        q = inputs.q[b : b + 1, :, heads]
+        k, v = (x[b : b + 1, :, kv_head : kv_head + 1] for x in (inputs.k, inputs.v))
+        values = torch.cat([v, v.abs()], dim=-1)
+        return _Place(b, heads, own, 0, q, k, values, self._reference(q, k, values))
 
     def _place(self, inputs: Inputs, tile: int, draw: random.Random) -> _Place:
         batch, seqlen, num_heads = inputs.q.shape[:3]
@@ -152,7 +180,7 @@ class SampledTiles:
         q = inputs.q[b : b + 1, tile * _ROWS : end][:, :, heads]
         k, v = (x[b : b + 1, :keys][:, :, kv_heads] for x in (inputs.k, inputs.v))
         values = torch.cat([v, v.abs()], dim=-1)
-        return _Place(b, heads, tile, q, k, values, self._reference(q, k, values))
+        return _Place(b, heads, heads, tile, q, k, values, self._reference(q, k, values))
 
     def _reference(
         self, q: Tensor, k: Tensor, values: Tensor, kept_tiles: Tensor | None = None, exact: bool = True
@@ -161,6 +189,7 @@ class SampledTiles:
             q,
             k,
             values,
+            phase=self.phase,
             causal=self.causal,
             softmax_scale=self.scale,
             kept_tiles=kept_tiles,
@@ -180,7 +209,7 @@ class SampledTiles:
 
         Args:
             out: (batch, seqlen, num_heads, head_dim).
-            kept_tiles: (batch, num_heads, query tiles, key tiles), or None for a dense output.
+            kept_tiles: (batch, heads, query tiles, key tiles), or None for a dense output.
             threshold: that they were computed with; None = dense.
             name: for the message.
 
@@ -215,7 +244,7 @@ class SampledTiles:
 
     def _checked_map(self, place: _Place, kept_tiles: Tensor, threshold: float) -> Tensor:
         """The kept map of a place, (1, heads, 1, its key tiles), compared with the rule."""
-        own = kept_tiles[place.batch, place.heads, place.tile][None, :, None]
+        own = kept_tiles[place.batch, place.map_heads, place.tile][None, :, None]
         keys = place.dense.kept_tiles.shape[-1]
         if bool(own[..., keys:].any()):
             raise AssertionError("kept_tiles: keeps a tile that no row sees")

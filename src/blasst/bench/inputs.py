@@ -1,4 +1,4 @@
-"""The inputs of the prefill benchmark: generated on the device, or captured from a model."""
+"""The inputs of the prefill and decode benchmarks: generated on the device, or captured from a model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-#: Keys that share one level: a key tile of prefill, so that one tile lies at one level.
-_BLOCK = 128
-#: Share of hot blocks, how far the others lie below them, and the spread of scores inside a block, in nats.
-_HOT_FRACTION = 0.05
+from blasst.core.types import DECODE_TILE, PREFILL_TILE, Phase, num_tiles
+
+#: Share of hot blocks. In decode three anchor tiles are kept as well, and 95% of 16K keys shall be in reach.
+_HOT_FRACTION = {"prefill": 0.05, "decode": 0.03}
+#: How far the others lie below them, and the spread of scores inside a block, in nats.
 _COLD_NATS = (8.0, 40.0)
 _NOISE = 0.5
 
@@ -22,7 +23,7 @@ class Inputs:
 
     Attributes:
         name: for the "inputs" of a row.
-        q: (batch, seqlen, num_heads, head_dim).
+        q: (batch, seqlen, num_heads, head_dim); in decode the new tokens only.
         k: (batch, seqlen, num_kv_heads, head_dim).
         v: (batch, seqlen, num_kv_heads, head_dim).
         softmax_scale: factor on q . k.
@@ -40,9 +41,10 @@ class Inputs:
         return Inputs(self.name, q, k, v, self.softmax_scale)
 
     def visible_pairs(self, causal: bool) -> int:
-        """Pairs of a row and a key that the mask lets it see, over batch and query heads."""
-        batch, seqlen, heads = self.q.shape[:3]
-        return batch * heads * (seqlen * (seqlen + 1) // 2 if causal else seqlen * seqlen)
+        """Pairs of a row and a key that the mask, aligned bottom right, lets it see: batch x query heads."""
+        batch, rows, heads = self.q.shape[:3]
+        hidden = rows * (rows - 1) // 2 if causal else 0
+        return batch * heads * (rows * self.k.shape[1] - hidden)
 
 
 def hot_and_cold_inputs(
@@ -55,45 +57,50 @@ def hot_and_cold_inputs(
     dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
+    new_tokens: int | None = None,
 ) -> Inputs:
     """Heavy-tailed inputs whose sparsity follows ln(threshold) almost linearly, from 0 to about 0.95.
 
-    Keys come in blocks of 128, one key tile. A block is hot with chance 0.05 (the first always is), at level
-    0; a cold block has a level drawn evenly from 8 to 40 nats lower, for each sequence and KV head. The score
-    of row r and key c is level[block of c] + 0.5 * N(0, 1) nats at softmax_scale head_dim ** -0.5. All rows
-    agree on the levels, so all query tiles of a KV head skip about the same key tiles. Made in the dtype and
-    on the device asked for; memory is that of q, k and v, work is linear in seqlen.
+    Keys come in blocks of one key tile: 128, or 64 for a cache (new_tokens). A block is hot with chance 0.05,
+    or 0.03 for a cache (the first always is), at level 0; a cold block has a level drawn evenly from 8 to 40
+    nats lower, for each sequence and KV head. The score of row r and key c is level[block of c] +
+    0.5 * N(0, 1) nats at softmax_scale head_dim ** -0.5. All rows agree on the levels, so all query tiles of
+    a KV head skip about the same key tiles. Made in the dtype and on the device asked for; memory is that of
+    q, k and v, work is linear in seqlen.
 
     Args:
         batch: sequences.
-        seqlen: query rows and keys.
+        seqlen: keys, and query rows without new_tokens.
         num_heads: query heads.
         num_kv_heads: key and value heads.
         head_dim: size of a vector, at least 2.
         dtype: of the tensors.
         device: where they are made.
         seed: of the generator; CPU and GPU draw different numbers from one seed.
+        new_tokens: query rows of decode against a cache; None = prefill.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
-    blocks = -(-seqlen // _BLOCK)
+    phase: Phase = "prefill" if new_tokens is None else "decode"
+    block, hot = (PREFILL_TILE if new_tokens is None else DECODE_TILE).key, _HOT_FRACTION[phase]
+    blocks = num_tiles(seqlen, block)
     draw = torch.rand(2, batch, blocks, num_kv_heads, generator=generator, device=device)
     low, high = _COLD_NATS
-    level = torch.where(draw[0] < _HOT_FRACTION, 0.0, -(low + (high - low) * draw[1]))
+    level = torch.where(draw[0] < hot, 0.0, -(low + (high - low) * draw[1]))
     level[:, 0] = 0.0
-    level = level.repeat_interleave(_BLOCK, dim=1)[:, :seqlen]
+    level = level.repeat_interleave(block, dim=1)[:, :seqlen]
     # The first channel carries the level, the others the noise.
     root = head_dim**0.25
-    q = normal(batch, seqlen, num_heads, head_dim)
+    q = normal(batch, new_tokens or seqlen, num_heads, head_dim)
     q[..., 0] = root
     k = normal(batch, seqlen, num_kv_heads, head_dim)
     k *= _NOISE * (head_dim / (head_dim - 1)) ** 0.5
     k[..., 0] = (level * root).to(dtype)
     v = normal(batch, seqlen, num_kv_heads, head_dim)
-    name = f"heavy-tailed, {_HOT_FRACTION:.0%} hot blocks of {_BLOCK}, cold {low:g} to {high:g} nats lower"
+    name = f"heavy-tailed, {hot:.0%} hot blocks of {block}, cold {low:g} to {high:g} nats lower"
     return Inputs(name, q, k, v, head_dim**-0.5)
 
 

@@ -34,7 +34,7 @@ class BenchmarkRow:
     A ratio is the baseline's median time over this row's, both of one interleaved run: above 1 = faster.
 
     Attributes:
-        bench: "prefill", "portable prefill" or "portable decode".
+        bench: "prefill", "decode", "portable prefill" or "portable decode".
         kernel: "blasst" and the name of the implementation, or a foreign dense baseline, such as "cudnn".
         inputs: name of the input set; sparsity at a threshold means nothing without it.
         dtype: torch dtype name of q, k and v.
@@ -57,6 +57,12 @@ class BenchmarkRow:
         max_error: largest |out - reference|, the reference following the same kept tiles, over the rows that
             were compared with it.
         command: the command that repeats the row.
+        us: decode: ms in microseconds.
+        tbps: decode: bytes that had to be read, K of all keys and V of the kept tiles, over the median time,
+            TB/s (1e12).
+        page_size: decode: slots of a page that the kernel read; 0 = contiguous.
+        new_tokens: decode: query rows, as seqlen_q.
+        host_us: decode on a GPU: microseconds of the host for one call.
     """
 
     bench: str
@@ -81,6 +87,28 @@ class BenchmarkRow:
     ratio_to_own_dense: float | None
     max_error: float
     command: str
+    # Optional: a line leaves out those that are None, so that lines from before they came stay valid.
+    us: float | None = None
+    tbps: float | None = None
+    page_size: int | None = None
+    new_tokens: int | None = None
+    host_us: float | None = None
+
+
+#: Fields that a line may lack.
+_OPTIONAL = {
+    field.name for field in dataclasses.fields(BenchmarkRow) if field.default is not dataclasses.MISSING
+}
+
+
+def row_fields(row: BenchmarkRow) -> dict[str, Any]:
+    """The fields of a row without optional ones that were not set.
+
+    Args:
+        row: measured.
+    """
+    values = dataclasses.asdict(row)
+    return {name: value for name, value in values.items() if value is not None or name not in _OPTIONAL}
 
 
 def command_line() -> str:
@@ -182,7 +210,7 @@ def append_rows(path: Path, rows: Iterable[BenchmarkRow], environment_block: dic
     repeated = {name: environment_block[name] for name in _REPEATED}
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
-            line = {"schema": SCHEMA_VERSION, **dataclasses.asdict(row), **repeated}
+            line = {"schema": SCHEMA_VERSION, **row_fields(row), **repeated}
             file.write(json.dumps({**line, "environment": environment_block}, allow_nan=False) + "\n")
 
 
@@ -205,10 +233,9 @@ def read_rows(path: Path) -> list[tuple[BenchmarkRow, dict[str, Any]]]:
         if not isinstance(line, dict) or line.pop("schema", None) != SCHEMA_VERSION:
             raise ValueError(f"{path}:{number}: not a benchmark row of schema {SCHEMA_VERSION}")
         environment_block = line.pop("environment", None)
-        missing = {name for name in _REPEATED if name not in line}
         values = {name: value for name, value in line.items() if name not in _REPEATED}
-        if missing or set(values) != names or not isinstance(environment_block, dict):
-            wrong = sorted(missing | (set(values) ^ names))
+        wrong = sorted((names - _OPTIONAL | set(_REPEATED)) - set(line) | set(values) - names)
+        if wrong or not isinstance(environment_block, dict):
             raise ValueError(f"{path}:{number}: fields differ from the schema: {wrong}")
         pairs.append((BenchmarkRow(**values), environment_block))
     return pairs

@@ -11,6 +11,14 @@ import torch
 
 #: Bytes written between calls to empty the L2 cache; larger than that of any GPU so far (H200: 50 MiB).
 _FLUSH_BYTES = 256 * 2**20
+#: Times that this is written. One takes an H200 some 70 us, less than the host may need to start a call, and
+#: the wait for the host would count as time of the call.
+_FLUSHES = 8
+
+#: Calls started to measure the host's time, and how many of them before the device is waited for: a full
+#: launch queue (about 1024 kernels) would stop the host.
+_HOST_CALLS = 200
+_HOST_BURST = 20
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,26 @@ def _time_on_cpu(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e3
+
+
+def host_microseconds(call: Callable[[], object], device: torch.device) -> float | None:
+    """Time of the host to start one call, without waiting for it; None where the host computes itself.
+
+    Args:
+        call: already warm.
+        device: where it runs.
+    """
+    if device.type != "cuda":
+        return None
+    seconds = 0.0
+    for _ in range(_HOST_CALLS // _HOST_BURST):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(_HOST_BURST):
+            call()
+        seconds += time.perf_counter() - start
+    torch.cuda.synchronize(device)
+    return seconds / _HOST_CALLS * 1e6
 
 
 def interleaved(
@@ -71,7 +99,8 @@ def interleaved(
                 times[name].append(_time_on_cpu(call))
                 continue
             if flush is not None:
-                flush.zero_()
+                for _ in range(_FLUSHES):
+                    flush.zero_()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             call()

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from blasst.bench import published
-from blasst.bench.prefill import CUDNN
 from blasst.bench.record import BenchmarkRow
+from blasst.bench.variants import CUDNN
 from blasst.report.style import GREY, MARKERS, length_label, new_figure
 
 _OURS = "blasst "
