@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from blasst.bench.inputs import Inputs
     from blasst.bench.record import BenchmarkRow
+    from blasst.bench.variants import BenchmarkResult
 
 bench_app = typer.Typer(
     help="Time kernels, dense and sparse, on the same inputs; correctness first.", no_args_is_help=True
@@ -36,6 +39,16 @@ bench_app = typer.Typer(
 
 Rows = Annotated[
     Path | None, typer.Option(parser=output_file, metavar="FILE", help="Append the rows as JSON lines.")
+]
+
+_Dtype = Annotated[Literal["bf16", "fp16", "fp32"], typer.Option()]
+_Repeats = Annotated[
+    int | None, typer.Option(min=1, help="Timed calls; default: about 200 ms of each variant.")
+]
+_Seed = Annotated[int, typer.Option(min=0)]
+_Device = Annotated[str | None, typer.Option(help="torch device; default cuda if there is one.")]
+_Sparsities = Annotated[
+    SparsityList, typer.Option(parser=sparsity_list, metavar="S,S", help="Wanted sparsities.")
 ]
 
 _PORTABLE_LENGTHS = LengthList((1024, 4096))
@@ -53,17 +66,37 @@ def _table(rows: list[BenchmarkRow], names: dict[str, str]) -> list[dict[str, An
     return [{title: asdict(row)[field] for title, field in names.items()} for row in rows]
 
 
-def _show(
+def _measure_all(
+    bench: str,
+    cases: Sequence[tuple[str, Callable[[], BenchmarkResult]]],
     title: str,
-    rows: list[BenchmarkRow],
-    notes: list[str],
-    block: dict[str, Any],
     names: dict[str, str],
+    out: Path | None,
     json_output: bool,
 ) -> None:
-    """One JSON line, or notes and a table of the columns named."""
-    from blasst.bench.record import row_fields
+    """Measure each case (label, call), add its rows to the file, and print all of them.
 
+    Args:
+        bench: for the progress bar.
+        cases: each makes its own inputs, so that only one is in memory.
+        title: of the table.
+        names: columns of the table: title -> field.
+        out: JSONL file.
+        json_output: one JSON line in place of notes and table.
+    """
+    from blasst.bench.record import append_rows, environment, row_fields
+
+    block = environment()
+    rows: list[BenchmarkRow] = []
+    notes: list[str] = []
+    with progress_bar(bench) as progress:
+        for done, (label, measure) in enumerate(cases):
+            progress(done, len(cases), label)
+            result = measure()
+            rows += result.rows
+            notes += [f"{label}: {note}" for note in result.notes]
+            if out is not None:  # at once: a later case may fail
+                append_rows(out, result.rows, block)
     if json_output:
         print_json({"rows": [row_fields(row) for row in rows], "notes": notes, "environment": block})
         return
@@ -151,24 +184,20 @@ def prefill(
         typer.Option(parser=head_counts, metavar="Q/KV", help="Query and KV heads; default 32/8."),
     ] = None,
     head_dim: Annotated[int | None, typer.Option(min=2, help="Default 128.")] = None,
-    dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option()] = "bf16",
+    dtype: _Dtype = "bf16",
     batch: Annotated[int | None, typer.Option(min=1, help="Default 1.")] = None,
     non_causal: Annotated[bool, typer.Option("--non-causal", help="Every row sees every key.")] = False,
     impl: Annotated[Impl, typer.Option(help="Kernel, as in blasst_attn_func.")] = "auto",
-    sparsities: Annotated[
-        SparsityList, typer.Option(parser=sparsity_list, metavar="S,S", help="Wanted sparsities.")
-    ] = _SPARSITIES,
+    sparsities: _Sparsities = _SPARSITIES,
     capture: Annotated[
         Path | None,
         typer.Option(
             parser=existing_file, metavar="FILE", help="torch file with q, k and v of a real model."
         ),
     ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(min=1, help="Timed calls; default: about 200 ms of each variant.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    device: Annotated[str | None, typer.Option(help="torch device; default cuda if there is one.")] = None,
+    repeats: _Repeats = None,
+    seed: _Seed = 0,
+    device: _Device = None,
     out: Rows = None,
     json_output: Json = False,
 ) -> None:
@@ -179,32 +208,28 @@ def prefill(
 
     from blasst.bench.inputs import captured_inputs, hot_and_cold_inputs
     from blasst.bench.prefill import measure_prefill
-    from blasst.bench.record import append_rows, environment
 
     where, torch_dtype = _device(device), getattr(torch, _DTYPES[dtype])
     whole = None if capture is None else captured_inputs(capture, dtype=torch_dtype, device=where)
     lengths = (seqlens or _PREFILL_LENGTHS) if whole is None else _lengths_of_capture(seqlens, whole)
-    block, rows, notes = environment(), [], []
-    with progress_bar("bench prefill") as progress:
-        for done, seqlen in enumerate(lengths):
-            progress(done, len(lengths), f"{seqlen} tokens")
-            if whole is None:
-                counts = heads or _PREFILL_HEADS
-                inputs = hot_and_cold_inputs(
-                    batch or 1, seqlen, *counts, head_dim or 128, dtype=torch_dtype, device=where, seed=seed
-                )
-            else:
-                inputs = whole.first(seqlen)
-            result = measure_prefill(
-                inputs, sparsities, causal=not non_causal, impl=impl, repeats=repeats, seed=seed
+
+    def measure(seqlen: int) -> BenchmarkResult:
+        if whole is None:
+            counts = heads or _PREFILL_HEADS
+            inputs = hot_and_cold_inputs(
+                batch or 1, seqlen, *counts, head_dim or 128, dtype=torch_dtype, device=where, seed=seed
             )
-            rows += result.rows
-            notes += [f"{seqlen} tokens: {note}" for note in result.notes]
-            if out is not None:  # at once: a later length may fail
-                append_rows(out, result.rows, block)
+        else:
+            inputs = whole.first(seqlen)
+        return measure_prefill(
+            inputs, sparsities, causal=not non_causal, impl=impl, repeats=repeats, seed=seed
+        )
+
     shown = {"kernel": "kernel", "tokens": "seqlen_k", "threshold": "threshold", "sparsity": "sparsity"}
     shown |= {"ms": "ms", "TFLOP/s": "tflops", "x cudnn": "ratio_to_cudnn", "x dense": "ratio_to_own_dense"}
-    _show("Prefill, dense-equivalent TFLOP/s", rows, notes, block, shown, json_output)
+    cases = [(f"{seqlen} tokens", partial(measure, seqlen)) for seqlen in lengths]
+    title = "Prefill, dense-equivalent TFLOP/s"
+    _measure_all("bench prefill", cases, title, shown, out, json_output)
 
 
 @bench_app.command()
@@ -219,20 +244,16 @@ def decode(
         HeadCounts, typer.Option(parser=head_counts, metavar="Q/KV", help="Query and KV heads.")
     ] = _PREFILL_HEADS,
     head_dim: Annotated[int, typer.Option(min=2)] = 128,
-    dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option()] = "bf16",
+    dtype: _Dtype = "bf16",
     new_tokens: Annotated[  # at most MAX_DECODE_TOKENS, whose file loads torch
         int, typer.Option(min=1, max=8, help="Query rows of a sequence.")
     ] = 1,
     page_size: Annotated[int, typer.Option(min=0, help="Slots of a page; 0 = contiguous.")] = 0,
     impl: Annotated[Impl, typer.Option(help="Kernel, as in blasst_attn_with_kvcache.")] = "auto",
-    sparsities: Annotated[
-        SparsityList, typer.Option(parser=sparsity_list, metavar="S,S", help="Wanted sparsities.")
-    ] = _DECODE_SPARSITIES,
-    repeats: Annotated[
-        int | None, typer.Option(min=1, help="Timed calls; default: about 200 ms of each variant.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    device: Annotated[str | None, typer.Option(help="torch device; default cuda if there is one.")] = None,
+    sparsities: _Sparsities = _DECODE_SPARSITIES,
+    repeats: _Repeats = None,
+    seed: _Seed = 0,
+    device: _Device = None,
     out: Rows = None,
     json_output: Json = False,
 ) -> None:
@@ -241,36 +262,27 @@ def decode(
 
     from blasst.bench.decode import measure_decode
     from blasst.bench.inputs import hot_and_cold_inputs
-    from blasst.bench.record import append_rows, environment
 
     where, torch_dtype = _device(device), getattr(torch, _DTYPES[dtype])
-    block, rows, notes = environment(), [], []
-    shapes = [(seqlen, sequences) for seqlen in seqlens for sequences in batch]
-    with progress_bar("bench decode") as progress:
-        for done, (seqlen, sequences) in enumerate(shapes):
-            progress(done, len(shapes), f"{sequences} x {seqlen} keys")
-            inputs = hot_and_cold_inputs(
-                sequences,
-                seqlen,
-                *heads,
-                head_dim,
-                dtype=torch_dtype,
-                device=where,
-                seed=seed,
-                new_tokens=new_tokens,
-            )
-            result = measure_decode(
-                inputs, sparsities, page_size=page_size, impl=impl, repeats=repeats, seed=seed
-            )
-            del inputs  # many GiB, before the next are made
-            rows += result.rows
-            notes += [f"{sequences} x {seqlen} keys: {note}" for note in result.notes]
-            if out is not None:  # at once: a later shape may fail
-                append_rows(out, result.rows, block)
+
+    def measure(seqlen: int, sequences: int) -> BenchmarkResult:
+        inputs = hot_and_cold_inputs(
+            sequences,
+            seqlen,
+            *heads,
+            head_dim,
+            dtype=torch_dtype,
+            device=where,
+            seed=seed,
+            new_tokens=new_tokens,
+        )
+        return measure_decode(inputs, sparsities, page_size=page_size, impl=impl, repeats=repeats, seed=seed)
+
     shown = {"kernel": "kernel", "keys": "seqlen_k", "batch": "batch", "threshold": "threshold"}
     shown |= {"sparsity": "sparsity", "us": "us", "TB/s": "tbps", "host us": "host_us"}
     shown |= {"x cudnn": "ratio_to_cudnn", "x dense": "ratio_to_own_dense"}
-    _show("Decode", rows, notes, block, shown, json_output)
+    cases = [(f"{n} x {seqlen} keys", partial(measure, seqlen, n)) for seqlen in seqlens for n in batch]
+    _measure_all("bench decode", cases, "Decode", shown, out, json_output)
 
 
 @bench_app.command()

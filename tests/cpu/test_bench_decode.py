@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from bench_parts import CPU, KEYS, TINY, counting_wrong, forbid_timing, run_inside, with_nan
 
-from blasst import blasst_attn_with_kvcache, cli
+from blasst import blasst_attn_with_kvcache
 from blasst.bench import decode, variants
 from blasst.bench.check import WrongResultError
 from blasst.bench.inputs import Inputs, hot_and_cold_inputs
@@ -20,27 +20,13 @@ from blasst.bench.timing import host_microseconds
 from blasst.core.types import AttentionOutput, SkipCounts
 from blasst.testing import pages_from
 
-CPU = torch.device("cpu")
-TINY = ("--heads", "4/2", "--head-dim", "16", "--dtype", "fp32", "--repeats", "1", "--device", "cpu")
-
-KEYS = {
-    *("bench", "gpu", "kernel", "dtype", "batch", "num_heads", "num_kv_heads", "head_dim"),
-    *("seqlen_q", "seqlen_k", "causal", "threshold", "sparsity", "ms", "tflops", "ratio_to_cudnn"),
-    *("ratio_to_own_dense", "commit", "environment"),
-    *("schema", "inputs", "ms_low", "ms_high", "repeats", "max_error", "command"),
-    *("us", "tbps", "page_size", "new_tokens"),  # host_us: on a GPU only
-}
+DECODE_KEYS = KEYS | {"us", "tbps", "page_size", "new_tokens"}  # host_us: on a GPU only
 
 
 def tiny(
     seqlen: int = 2000, batch: int = 2, new_tokens: int = 1, dtype: torch.dtype = torch.float32
 ) -> Inputs:
     return hot_and_cold_inputs(batch, seqlen, 4, 2, 16, dtype=dtype, device=CPU, new_tokens=new_tokens)
-
-
-def run_inside(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["blasst", *arguments])
-    return cli.run()
 
 
 def test_command_writes_rows_with_exactly_the_keys_of_the_schema(
@@ -50,7 +36,7 @@ def test_command_writes_rows_with_exactly_the_keys_of_the_schema(
     options = ("--seqlens", "2K,500", "--batch", "1,3", "--sparsities", "0.5", "--out", str(out), "--json")
     assert run_inside(monkeypatch, "bench", "decode", *TINY, *options) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert all(set(line) == KEYS for line in lines)
+    assert all(set(line) == DECODE_KEYS for line in lines)
     assert [(line["seqlen_k"], line["batch"]) for line in lines[::4]] == [
         (500, 1),
         (500, 3),
@@ -160,18 +146,6 @@ def all_shifted(result: AttentionOutput) -> AttentionOutput:
     return result._replace(out=result.out + 0.01)
 
 
-def with_nan(result: AttentionOutput) -> AttentionOutput:
-    out = result.out.clone()
-    out[0, 0, 0, 0] = math.nan
-    return result._replace(out=out)
-
-
-def counting_wrong(result: AttentionOutput) -> AttentionOutput:
-    if result.counts is None:
-        return result
-    return result._replace(counts=SkipCounts(result.counts.skipped + 1, result.counts.visited))
-
-
 def visiting_wrong(result: AttentionOutput) -> AttentionOutput:
     if result.counts is None:
         return result
@@ -209,11 +183,8 @@ def test_wrong_kernel_is_refused_before_it_is_timed(
         now = "dense" if threshold is None else "skipping" if bool(threshold.any()) else "zero"
         return break_it(result) if now == when else result
 
-    def no_timing(*_: object, **__: object) -> None:
-        raise AssertionError("a wrong kernel was timed")
-
     monkeypatch.setattr(decode, "blasst_attn_with_kvcache", wrong)
-    monkeypatch.setattr(variants, "interleaved", no_timing)
+    forbid_timing(monkeypatch)
     with pytest.raises(WrongResultError, match=message):
         decode.measure_decode(tiny(), [0.5], page_size=page_size, repeats=1)
 
@@ -271,8 +242,8 @@ def test_optional_fields_are_written_only_when_set_and_read_back(tmp_path: Path)
     append_rows(file, [row, plain, replace(row, host_us=12.5)], environment())
     assert [pair[0] for pair in read_rows(file)] == [row, plain, replace(row, host_us=12.5)]
     lines = [set(json.loads(line)) for line in file.read_text().splitlines()]
-    assert lines[0] == KEYS and lines[2] == KEYS | {"host_us"}
-    assert lines[1] == KEYS - {"us", "tbps", "page_size", "new_tokens"}
+    assert lines[0] == DECODE_KEYS and lines[2] == DECODE_KEYS | {"host_us"}
+    assert lines[1] == KEYS
 
 
 def test_committed_rows_stay_readable() -> None:

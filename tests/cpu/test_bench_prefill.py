@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from bench_parts import CPU, KEYS, TINY, counting_wrong, forbid_timing, run_inside, with_nan
 
-from blasst import blasst_attn_func, cli
-from blasst.bench import prefill, variants
+from blasst import blasst_attn_func
+from blasst.bench import prefill
 from blasst.bench.check import WrongResultError
 from blasst.bench.dial import dial_sparsity
 from blasst.bench.inputs import Inputs, captured_inputs, hot_and_cold_inputs
@@ -28,24 +28,9 @@ from blasst.core.types import AttentionOutput, SkipCounts
 from blasst.evals.models import LoadedModel
 from blasst.report.speed import speed_figure
 
-CPU = torch.device("cpu")
-TINY = ("--heads", "4/2", "--head-dim", "16", "--dtype", "fp32", "--repeats", "1", "--device", "cpu")
-
-KEYS = {
-    *("bench", "gpu", "kernel", "dtype", "batch", "num_heads", "num_kv_heads", "head_dim"),
-    *("seqlen_q", "seqlen_k", "causal", "threshold", "sparsity", "ms", "tflops", "ratio_to_cudnn"),
-    *("ratio_to_own_dense", "commit", "environment"),
-    *("schema", "inputs", "ms_low", "ms_high", "repeats", "max_error", "command"),
-}
-
 
 def tiny(seqlen: int = 1024, dtype: torch.dtype = torch.float32) -> Inputs:
     return hot_and_cold_inputs(1, seqlen, 4, 2, 16, dtype=dtype, device=CPU)
-
-
-def run_inside(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["blasst", *arguments])
-    return cli.run()
 
 
 def test_command_writes_rows_with_exactly_the_keys_of_the_schema(
@@ -127,18 +112,6 @@ def every_last_tile(result: AttentionOutput) -> AttentionOutput:
     return result._replace(out=out)
 
 
-def with_nan(result: AttentionOutput) -> AttentionOutput:
-    out = result.out.clone()
-    out[0, 3, 0, 0] = math.nan
-    return result._replace(out=out)
-
-
-def counting_wrong(result: AttentionOutput) -> AttentionOutput:
-    if result.counts is None:
-        return result
-    return result._replace(counts=SkipCounts(result.counts.skipped + 1, result.counts.visited))
-
-
 def other_map(result: AttentionOutput) -> AttentionOutput:
     """A map that says that one more tile of each row was kept, with counts to match."""
     if result.kept_tiles is None or result.counts is None:
@@ -171,11 +144,8 @@ def test_wrong_kernel_is_refused_before_it_is_timed(
         now = "dense" if threshold is None else "skipping" if threshold else "zero"
         return break_it(result) if now == when else result
 
-    def no_timing(*_: object, **__: object) -> None:
-        raise AssertionError("a wrong kernel was timed")
-
     monkeypatch.setattr(prefill, "blasst_attn_func", wrong)
-    monkeypatch.setattr(variants, "interleaved", no_timing)
+    forbid_timing(monkeypatch)
     with pytest.raises(WrongResultError, match=message):
         prefill.measure_prefill(tiny(), [0.5], repeats=1)
 

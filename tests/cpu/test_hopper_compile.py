@@ -110,12 +110,24 @@ def layout_checks(structure):
         f"static_assert(alignof(Params) == 64 && sizeof(Params) <= {ctypes.sizeof(structure)});",
         f"static_assert(sizeof(Shared) <= {prefill._STATE_BYTES});",
     ]
+    # NVRTC 13.0 has no offsetof. Order, sizes and alignments of the fields, each checked, give the offsets.
+    lines.append("constexpr Params object{};")
+    offset, before = 0, None
     for name, kind in structure._fields_:
         if name == "padding":
             continue
-        offset = getattr(structure, name).offset
-        lines.append(f"static_assert(__builtin_offsetof(Params, {name}) == {offset});")
+        alignment = (
+            64 if issubclass(kind, ctypes.Array) else ctypes.alignment(kind)
+        )  # TensorMap is alignas(64)
+        offset = -(-offset // alignment) * alignment
+        assert getattr(structure, name).offset == offset, name
+        offset += ctypes.sizeof(kind)
+        lines.append(f"static_assert(alignof(decltype(Params::{name})) == {alignment});")
         lines.append(f"static_assert(sizeof(Params::{name}) == {ctypes.sizeof(kind)});")
+        if before is not None:
+            first, second = (f"static_cast<const void*>(&object.{field})" for field in (before, name))
+            lines.append(f"static_assert({first} < {second});")
+        before = name
         if kind in C_TYPES:
             lines.append(f"static_assert(same<decltype(Params::{name}), {C_TYPES[kind]}>);")
     return "\n".join(lines)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,9 +104,7 @@ def measure_decode(
     def on_device(threshold: float) -> Tensor:  # a float would cost each timed call a kernel that fills one
         return torch.full_like(cache.lengths, threshold, dtype=torch.float32)
 
-    def attend(
-        threshold: float | None, *, return_counts: bool, return_kept_tiles: bool, impl: str
-    ) -> AttentionOutput:
+    def attend(*, threshold: float | None, **options: Any) -> AttentionOutput:
         return blasst_attn_with_kvcache(
             inputs.q,
             cache.k,
@@ -116,9 +114,7 @@ def measure_decode(
             threshold=None if threshold is None else on_device(threshold),
             causal=causal,
             softmax_scale=inputs.softmax_scale,
-            return_counts=return_counts,
-            return_kept_tiles=return_kept_tiles,
-            impl=impl,
+            **options,
         )
 
     baseline = torch_baseline(inputs, causal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from blasst.bench.check import SampledTiles, visited_tiles_of_head
 from blasst.bench.inputs import Inputs
@@ -13,7 +14,6 @@ from blasst.bench.variants import (
     timed_rows,
     torch_baseline,
 )
-from blasst.core.types import AttentionOutput
 from blasst.functional import blasst_attn_func
 
 
@@ -40,22 +40,9 @@ def measure_prefill(
         WrongResultError: an output, a count or a decision is wrong; nothing is timed then.
         UnsupportedError: the kernel cannot serve one of the calls.
     """
-
-    def attend(
-        threshold: float | None, *, return_counts: bool, return_kept_tiles: bool, impl: str
-    ) -> AttentionOutput:
-        return blasst_attn_func(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            threshold=threshold,
-            causal=causal,
-            softmax_scale=inputs.softmax_scale,
-            return_counts=return_counts,
-            return_kept_tiles=return_kept_tiles,
-            impl=impl,
-        )
-
+    attend = partial(
+        blasst_attn_func, inputs.q, inputs.k, inputs.v, causal=causal, softmax_scale=inputs.softmax_scale
+    )
     baseline = torch_baseline(inputs, causal)
     sampled = SampledTiles(inputs, causal, seed)
     own = OwnKernel(attend, impl, sampled, visited_tiles_of_head(inputs, causal, "prefill"))

@@ -7,7 +7,7 @@ right.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,13 +76,9 @@ class Baseline(NamedTuple):
     notes: list[str]
 
 
-class Attend(Protocol):
-    """A public attention function on the inputs of the benchmark."""
-
-    def __call__(
-        self, threshold: float | None, *, return_counts: bool, return_kept_tiles: bool, impl: str
-    ) -> AttentionOutput:
-        """The output at a threshold."""
+#: A public attention function on the inputs of the benchmark; takes threshold, return_counts,
+#: return_kept_tiles and impl by name.
+Attend = Callable[..., AttentionOutput]
 
 
 class OwnKernel:
@@ -95,7 +91,7 @@ class OwnKernel:
 
     def __call__(self, threshold: float | None, counts: bool = False, kept: bool = False) -> AttentionOutput:
         """The output at a threshold, with counts and the map of kept tiles if wanted."""
-        return self._attend(threshold, return_counts=counts, return_kept_tiles=kept, impl=self.impl)
+        return self._attend(threshold=threshold, return_counts=counts, return_kept_tiles=kept, impl=self.impl)
 
     def sparsity(self, threshold: float) -> float:
         """What the kernel counts at a threshold."""

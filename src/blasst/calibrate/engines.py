@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 Engine = Literal["modelopt", "tensorrt-llm", "sglang", "flashinfer"]
 
-ENGINES: tuple[Engine, ...] = ("modelopt", "tensorrt-llm", "sglang", "flashinfer")
+ENGINES: tuple[Engine, ...] = get_args(Engine)

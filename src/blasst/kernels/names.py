@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 Impl = Literal["auto", "hopper", "triton", "eager", "reference"]
 
-IMPLS: tuple[Impl, ...] = ("auto", "hopper", "triton", "eager", "reference")
+IMPLS: tuple[Impl, ...] = get_args(Impl)
