@@ -65,6 +65,8 @@ class AttentionProblem:
     want_counts: bool = False
     want_mass_bound: bool = False
     want_kept_tiles: bool = False
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
     @property
     def packed(self) -> bool:

@@ -1,16 +1,19 @@
 // Decode on Hopper: 1 to 8 new tokens of a sequence against its cache; bound by the bytes of K and of the V kept.
 //
 // A CTA owns one split of the keys of one KV head of one sequence; its rows are all query heads of the KV head at
-// all new positions (up to kRows). One producer warp fetches K tiles of 64 keys through TMA; two consumer
-// warpgroups take them in turns. K is the A operand (64 keys = M), Q the B operand (rows = N): scores^T. The
-// decision of a tile needs the anchors alone (docs/method.md): every CTA scores the first and the last two
-// visible tiles itself, so no split depends on another. Only for a kept tile V is fetched, by the warpgroup that
-// kept it, into its own slots; P.V follows up to kSlots kept tiles later, so nobody waits for the load. Exponents are
-// taken relative to the anchors' maximum, which a kept tile may exceed: then (rarely) the base is raised.
-// Split boundaries are a function of the sequence's length and the KV heads alone. The last CTA of a KV head
-// combines the splits in their order.
+// all new positions. One producer warp fetches K tiles of 64 keys through TMA. One consumer warpgroup (two for 128
+// rows, 64 each) scores them: K is the A operand (64 keys = M), Q the B operand (rows = N). The decision of a tile
+// needs the anchors alone (docs/method.md): every CTA scores the first and the last two visible tiles itself, so no
+// split depends on another. Only for a kept tile V is fetched, and P.V follows up to kSlots kept tiles later, so
+// nobody waits for the load. While a tile is decided, the tensor cores score the next one. Exponents are taken relative
+// to the maximum of the first kept tile; where a later one lies far above it, the base is raised. Split boundaries are a function of the sequence's length, the KV heads and the rows
+// alone. The last CTA of a KV head combines the splits in their order.
 //
-// Compile-time: HEAD_DIM (64, 96, 128), BF16, ROWS (8 to 128), SKIP, SOFTCAP, PAGED, KEY_STAGES, SLOTS.
+// fp8 caches: K goes through registers, where e4m3 becomes f16 (exact), and so does V. The columns of Q are stored
+// in the order in which a thread finds them in its piece of a K row; rows of a bf16 Q are scaled by a power of two into
+// the range of f16.
+//
+// Compile-time: HEAD_DIM (64, 96, 128), BF16, FP8, ROWS (8 to 128), SKIP, MASS, KEY_STAGES, SLOTS, CTAS.
 #include "ptx.cuh"
 
 #define kInfinity __int_as_float(0x7F800000)
@@ -18,27 +21,43 @@
 namespace {
 
 constexpr int kRows = ROWS;
+constexpr int kGroups = kRows > 64 ? 2 : 1;  // consumer warpgroups
+constexpr int kColumns = kRows / kGroups;    // rows of a warpgroup: columns of its scores
+constexpr int kConsumers = 128 * kGroups;
+// Two warpgroups of 64 rows need more registers than 168: then the producer warp brings a warpgroup that lends its own.
+constexpr int kThreads = kConsumers + (kGroups == 2 ? 128 : 32);
+constexpr int kLaunchRegisters = 168, kProducerRegisters = 24, kConsumerRegisters = 240;
 constexpr int kKeys = 64;
-constexpr int kChunk = 64;
-constexpr int kChunks = (HEAD_DIM + kChunk - 1) / kChunk;
-constexpr u32 kTileChunkBytes = kKeys * kChunk * 2;
-constexpr u32 kTileBytes = kChunks * kTileChunkBytes;
-constexpr u32 kQueryChunkBytes = kRows * kChunk * 2;
+constexpr int kRowBytes = 128;                              // of a chunk of a row in shared memory
+constexpr int kChunks = (HEAD_DIM + 63) / 64;               // of Q, and of O^T
+constexpr int kTileChunks = FP8 ? 1 : kChunks;              // of K and V
+constexpr u32 kTileChunkBytes = kKeys * kRowBytes;
+constexpr u32 kTileBytes = kTileChunks * kTileChunkBytes;
+constexpr u32 kQueryChunkBytes = kRows * kRowBytes;
 constexpr u32 kQueryBytes = kChunks * kQueryChunkBytes;
 constexpr u32 kWeightBytes = kRows * kKeys * 2;
 constexpr int kStages = KEY_STAGES;
-constexpr int kSlots = SLOTS;       // kept tiles of a warpgroup whose P.V is still to come
-constexpr int kScores = kRows / 2;  // registers of the scores of one tile, and of 64 rows of O^T
-constexpr int kColumns = kRows / 4; // query rows of which a thread sees scores
-constexpr int kMaxAnchors = 8;
+constexpr int kSlots = SLOTS;          // kept tiles whose P.V is still to come
+constexpr int kScores = kColumns / 2;  // registers of the scores of one tile, and of 64 rows of O^T
+constexpr int kOwn = kColumns / 4;     // rows of which a thread sees scores
+constexpr int kPart = HEAD_DIM + 4;    // of a row: O, base, sum, bound, base of the bound
+constexpr int kVoteBarrier = 1;        // 0 is __syncthreads
 // Exponents may exceed the base by this much (base 2) before it is raised: P must stay finite in its dtype.
-constexpr float kHeadroom = BF16 ? 64.f : 12.f;
+constexpr float kHeadroom = BF16 && !FP8 ? 64.f : 12.f;
+constexpr float kNoBase = -1e30f;  // of a row that has seen nothing
 
 struct Shared {
-    u64 key_full[kStages], key_empty[kStages];
-    u64 value_full[2][kSlots];
-    float maxima[8][kRows];  // of each warp
-    float sums[8][kRows];
+    u64 key_full[kStages], key_empty[kStages], value_full[kSlots], value_empty[kSlots];
+    int raise[2];  // of even and odd tiles: tile + 1 if it lies above the base
+    float maxima[4 * kGroups][kColumns];  // of each warp
+    float sums[4 * kGroups][kColumns];
+#if MASS
+    float groups[4 * kGroups][4][kColumns];  // maxima of 8 keys, half of them in the neighbouring warp
+#endif
+#if FP8
+    float scale[kRows];   // of the rows of Q in f16
+    float factor[kRows];  // of their scores
+#endif
     int last;
 };
 
@@ -49,23 +68,27 @@ struct Params {
     const void* q;
     void* out;
     float* lse;
-    float* partial;  // (batch, KV heads, splits, HEAD_DIM + 2, kRows): O^T, base, sum
+    float* mass_bound;
+    float* partial;  // (batch, KV heads, splits, rows, kPart)
     int* arrivals;   // (batch, KV heads), zero before and after
     u8* kept;
     i64* skipped;
     i64* visited;
     const float* threshold;
     const float* sinks;
+    const float* k_descale;
+    const float* v_descale;
     const int* seqused;
     const int* leftpad;
     const int* table;
     i64 q_stride_b, q_stride_s, q_stride_h;
     i64 out_stride_b, out_stride_s, out_stride_h;
-    i64 lse_stride_b, lse_stride_h;
+    i64 lse_stride_b, lse_stride_h;  // also of the bound
     int table_stride, threshold_stride;
+    int k_descale_stride_b, k_descale_stride_h, v_descale_stride_b, v_descale_stride_h;
     int num_kv_heads, group, tokens;
     int seqlen_k;
-    int splits;         // upper bound, of the grid and the partial results
+    int splits;         // of the grid and the partial results
     int wanted_splits;  // of a long sequence
     int min_tiles;      // of a split
     int page_shift;
@@ -73,6 +96,7 @@ struct Params {
     int key_tiles;      // of the kept map
     int guard_values;
     float scale_log2, unit, score_factor, score_cap;
+    float eps;          // error budget; negative: none
 };
 
 namespace {
@@ -88,6 +112,12 @@ struct Ring {
     }
 };
 
+// Keys from `low` to before `high`.
+struct Range {
+    int low, high;
+    __device__ __forceinline__ int overlap(int begin, int end) const { return max(min(high, end) - max(low, begin), 0); }
+};
+
 // What a CTA works on; the same for all its threads.
 struct Job {
     int sequence, kv_head, split, splits;
@@ -99,8 +129,8 @@ struct Job {
     int anchors;
 
     __device__ __forceinline__ explicit Job(const Params& p) {
-        split = blockIdx.x;
-        kv_head = blockIdx.y;
+        kv_head = blockIdx.x;
+        split = blockIdx.y;
         sequence = blockIdx.z;
         keys = p.seqused != nullptr ? p.seqused[sequence] : p.seqlen_k;
         base = 0;
@@ -123,58 +153,72 @@ struct Job {
             const int seeing = max(0, -(shift + p.window_right));  // first token that sees a key
             const int first_high = min(shift + seeing + p.window_right + 1, keys);
             head_anchors = min(last_low / kKeys, last) - first + 1;
-            tail_anchor = max((first_high - 1) / kKeys - 1, first);
+            tail_anchor = max(max((first_high - 1) / kKeys - 1, first), first + head_anchors);
         }
         const int tiles = last - first + 1;
         const int each = max(p.min_tiles, (tiles + p.wanted_splits - 1) / p.wanted_splits);
         splits = max((tiles + each - 1) / each, 1);
         begin = first + split * each;
         end = min(begin + each, last + 1);
-        anchors = tiles <= 0 ? 0 : min(head_anchors + last - max(tail_anchor, first + head_anchors) + 1, tiles);
+        anchors = head_anchors + max(last + 1 - tail_anchor, 0);
+        if (tiles <= 0) anchors = 0;
     }
 
     __device__ __forceinline__ int anchor(int i) const {
-        return i < head_anchors ? first + i : max(tail_anchor, first + head_anchors) + i - head_anchors;
+        return i < head_anchors ? first + i : tail_anchor + i - head_anchors;
     }
     __device__ __forceinline__ bool is_anchor(int tile) const {
         return tile < first + head_anchors || tile >= tail_anchor;
     }
+    // Keys that a row sees.
+    __device__ __forceinline__ Range sight(const Params& p, int row) const {
+        const int position = keys - p.tokens + row / p.group;
+        return {max(position - p.window_left, 0), min(position + p.window_right + 1, keys)};
+    }
+    // Whether some row does not see some key of the tile.
+    __device__ __forceinline__ bool edge(const Params& p, int tile) const {
+        const int shift = keys - p.tokens;
+        return tile * kKeys < shift + p.tokens - 1 - p.window_left ||
+               (tile + 1) * kKeys > min(shift + p.window_right + 1, keys);
+    }
+    __device__ __forceinline__ i64 head(const Params& p) const {
+        return static_cast<i64>(sequence) * p.num_kv_heads + kv_head;
+    }
 };
 
-// Fetch a tile; one warp together (lane < 32).
+// Fetch a tile; one warp together (lane < 32). policy: whether L2 should keep it.
 __device__ __forceinline__ void load_tile(
-    const Params& p, const TensorMap* map, const Job& job, int tile, u32 target, u32 barrier, int lane) {
+    const Params& p, const TensorMap* map, u64 policy, const Job& job, int tile, u32 target, u32 barrier, int lane) {
     const int slot_first = tile * kKeys;
-#if PAGED
+    if (p.table == nullptr) {
+        if (lane == 0) {
+            barrier_expect(barrier, kTileBytes);
+#pragma unroll
+            for (int chunk = 0; chunk < kTileChunks; ++chunk) {
+                tma_load(target + chunk * kTileChunkBytes, map, policy, barrier, chunk * 64, job.base + slot_first,
+                         job.kv_head, job.sequence);
+            }
+        }
+        return;
+    }
     const int shift = min(p.page_shift, 6);
     const int boxes = (min(job.keys - slot_first, kKeys) + (1 << shift) - 1) >> shift;
-    if (lane == 0) barrier_expect(barrier, (boxes << shift) * kChunk * 2 * kChunks);
+    if (lane == 0) barrier_expect(barrier, (boxes << shift) * kRowBytes * kTileChunks);
     __syncwarp();
     if (lane < boxes) {
         const int slot = slot_first + (lane << shift);
         const int page = p.table[static_cast<i64>(job.sequence) * p.table_stride + (slot >> p.page_shift)];
 #pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-            tma_load(target + chunk * kTileChunkBytes + (lane << shift) * kChunk * 2, map, barrier, chunk * kChunk,
+        for (int chunk = 0; chunk < kTileChunks; ++chunk) {
+            tma_load(target + chunk * kTileChunkBytes + (lane << shift) * kRowBytes, map, policy, barrier, chunk * 64,
                      slot & ((1 << p.page_shift) - 1), job.kv_head, page);
         }
     }
-#else
-    if (lane == 0) {
-        barrier_expect(barrier, kTileBytes);
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-            tma_load(target + chunk * kTileChunkBytes, map, barrier, chunk * kChunk, job.base + slot_first, job.kv_head,
-                     job.sequence);
-        }
-    }
-#endif
 }
-
 
 __device__ __forceinline__ float finite(float maximum) { return maximum == -kInfinity ? 0.f : maximum; }
 
-// Over the 8 lanes that hold keys of the same query rows.
+// Over the 8 lanes that hold keys of the same rows.
 __device__ __forceinline__ float keys_max(float x) {
 #pragma unroll
     for (int lane = 4; lane < 32; lane *= 2) x = max_or_nan(x, __shfl_xor_sync(0xFFFFFFFF, x, lane));
@@ -186,228 +230,517 @@ __device__ __forceinline__ float keys_sum(float x) {
     return x;
 }
 
-// One consumer warpgroup. A thread sees keys 16 warp + lane / 4 (+ 8) of a tile and query rows 8 i + 2 (lane % 4) + e,
-// in its arrays at 2 i + e.
+// 8 numbers of a row of q; 0 for rows that do not exist.
+__device__ __forceinline__ void read_query(const Params& p, const Job& job, int row, int piece, u32 (&pairs)[4]) {
+    pairs[0] = pairs[1] = pairs[2] = pairs[3] = 0;
+    if (row >= p.tokens * p.group) return;
+    const u16* place = static_cast<const u16*>(p.q) + job.sequence * p.q_stride_b + row / p.group * p.q_stride_s +
+                       (job.kv_head * p.group + row % p.group) * p.q_stride_h + piece * 8;
+    asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+                 : "l"(place));
+}
+
+// Q of all rows, swizzled; by the consumers.
+__device__ __forceinline__ void load_queries(const Params& p, Shared& shared, const Job& job, u32 query) {
+    constexpr int kPieces = HEAD_DIM / 8;  // of 16 bytes
+#if FP8
+    float k_descale = 1.f;
+    if (p.k_descale != nullptr) {
+        k_descale = p.k_descale[static_cast<i64>(job.sequence) * p.k_descale_stride_b + job.kv_head * p.k_descale_stride_h];
+    }
+    for (int r = threadIdx.x; r < kRows; r += kConsumers) {
+        u32 exponent = 127;  // of the power of two
+#if BF16
+        float top = 0.f;
+        for (int piece = 0; piece < kPieces; ++piece) {
+            u32 pairs[4];
+            read_query(p, job, r, piece, pairs);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float low, high;
+                unpack(pairs[i], low, high);
+                top = max_or_nan(top, max_or_nan(fabsf(low), fabsf(high)));
+            }
+        }
+        // The largest number of the row becomes one in [2**14, 2**15).
+        if (top > 0.f && top < kInfinity) exponent = min(127 + 127 + 14 - (__float_as_uint(top) >> 23), 253u);
+#endif
+        shared.factor[r] = __uint_as_float((254 - exponent) << 23) * k_descale;
+        shared.scale[r] = __uint_as_float(exponent << 23);
+    }
+    named_sync(kVoteBarrier, kConsumers);
+#endif
+    for (int i = threadIdx.x; i < kRows * kPieces; i += kConsumers) {
+        const int r = i / kPieces, piece = i % kPieces;
+        u32 pairs[4];
+        read_query(p, job, r, piece, pairs);
+        const u32 target = query + r * kRowBytes;
+#if FP8
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+            float low, high;
+            unpack(pairs[x], low, high);
+            const int d = piece * 8 + 2 * x, of_thread = d / (HEAD_DIM / 4), rest = d % (HEAD_DIM / 4);
+            const int column = rest / 4 * 16 + 2 * of_thread + rest % 4 / 2 * 8;
+            asm volatile("st.shared.b32 [%0], %1;" ::"r"(target + column / 64 * kQueryChunkBytes +
+                                                         ((column % 64 / 8) ^ (r % 8)) * 16 + column % 8 * 2),
+                         "r"(pack(low * shared.scale[r], high * shared.scale[r]))
+                         : "memory");
+        }
+#else
+        store_16_bytes(target + piece / 8 * kQueryChunkBytes + ((piece % 8) ^ (r % 8)) * 16, pairs[0], pairs[1], pairs[2],
+                       pairs[3]);
+#endif
+    }
+    async_proxy_fence();
+}
+
+#if MASS
+// What the bound of one row needs; thread r of a warpgroup keeps it for row r.
+struct RowBound {
+    float cut;    // scores below it need not be kept
+    float base;   // of exponents, base 2: the anchors' maximum
+    float share;  // of the budget, for each visible key
+    float sum = 0.f;
+    Range sight;
+};
+#endif
+
+// One consumer warpgroup. A thread sees keys 16 warp + lane / 4 (+ 8) of a tile and rows 8 i + 2 (lane % 4) + e of its
+// warpgroup, in its arrays at 2 i + e.
 struct Consumer {
     const Params& p;
     Shared& shared;
     const Job& job;
     const int w;
-    const u32 query, keys, values, weights;  // in shared memory; values and weights: of this warpgroup
+    const u32 query, keys, values, weights;  // in shared memory; query and weights: from this warpgroup's rows on
     Ring ring;
     float cut;
-    float bound[kColumns];  // scores below it need not be kept
-    float base[kColumns];   // of the exponents, base 2
-    float sum[kColumns];    // over this thread's keys
+    float bound[kOwn];  // scores below it need not be kept
+    float base[kOwn];   // of the exponents, base 2; the splits may differ
+    float sum[kOwn];    // over this thread's keys
     float o[kChunks][kScores];
-    int issued = 0, done = 0;  // kept tiles
-    int ragged = -1;           // number of the kept tile that reaches beyond the sequence
+    int issued = 0, done = 0;  // uses of slots: anchors, then kept tiles
+    int ragged = -1;           // the use for the tile that reaches beyond the sequence
     int skipped = 0;
+#if MASS
+    RowBound mine;
+#endif
 
     __device__ __forceinline__ int thread() const { return threadIdx.x % 128; }
-    __device__ __forceinline__ int row(int column) const { return column / 2 * 8 + threadIdx.x % 4 * 2 + column % 2; }
+    __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
+    __device__ __forceinline__ int column(int own) const { return own / 2 * 8 + threadIdx.x % 4 * 2 + own % 2; }
+    __device__ __forceinline__ int row(int own) const { return w * kColumns + column(own); }
     __device__ __forceinline__ int rows() const { return p.tokens * p.group; }
-    __device__ __forceinline__ int key(int half) const { return thread() / 32 * 16 + thread() % 32 / 4 + 8 * half; }
+    __device__ __forceinline__ int key(int half) const { return thread() / 32 * 16 + lane() / 4 + 8 * half; }
+    static __device__ __forceinline__ void meet() { named_sync(kVoteBarrier, kConsumers); }
 
-    __device__ __forceinline__ void score(float (&s)[kScores]) {
-        barrier_wait(shared_address(&shared.key_full[ring.stage]), ring.phase);
-        const u64 a = matrix_descriptor(keys + ring.stage * kTileBytes, 0), b = matrix_descriptor(query, 0);
+    static __device__ __forceinline__ float of(const float (&s)[kScores], int own, int half) {
+        return s[own / 2 * 4 + 2 * half + own % 2];
+    }
+
+    __device__ __forceinline__ float sink(int own) const {
+        return p.sinks != nullptr && row(own) < rows() ? p.sinks[job.kv_head * p.group + row(own) % p.group] : -kInfinity;
+    }
+
+    // Start K.Q^T of a tile in shared memory.
+    __device__ __forceinline__ void multiply_keys(u32 tile, float (&s)[kScores]) const {
+        const u64 b = matrix_descriptor(query, 0);
+#if FP8
+        u32 raw[2][HEAD_DIM / 16];  // four numbers each
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 32; ++i) {
+                const int place = threadIdx.x % 4 * (HEAD_DIM / 4) + 8 * i;
+                asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                             : "=r"(raw[half][2 * i]), "=r"(raw[half][2 * i + 1])
+                             : "r"(tile + key(half) * kRowBytes + ((place / 16) ^ (lane() / 4)) * 16 + place % 16)
+                             : "memory");
+            }
+        }
+        u32 a[HEAD_DIM / 16][4];
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 16; ++i) {
+            a[i][0] = widen(raw[0][i]);
+            a[i][1] = widen(raw[1][i]);
+            a[i][2] = widen(raw[0][i] >> 16);
+            a[i][3] = widen(raw[1][i] >> 16);
+        }
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; ++i) {
-            WgmmaSs<kRows, 0>::run(s, a + ((i / 4 * kTileChunkBytes + i % 4 * 32) >> 4),
+            Wgmma<kColumns>::rs<0>(s, a[i][0], a[i][1], a[i][2], a[i][3],
                                    b + ((i / 4 * kQueryChunkBytes + i % 4 * 32) >> 4), i > 0);
         }
-        wgmma_commit();
-        wgmma_wait<0>();
-        pin(s);
-        if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.key_empty[ring.stage]));
-#if SOFTCAP
+#else
+        const u64 a = matrix_descriptor(tile, 0);
+        wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-            const float twice = exp2_fast(s[i] * p.score_factor);
-            s[i] = __fmaf_rn(p.score_cap, -2.f / (twice + 1.f), p.score_cap);
+        for (int i = 0; i < HEAD_DIM / 16; ++i) {
+            Wgmma<kColumns>::ss<0, 0>(s, a + ((i / 4 * kTileChunkBytes + i % 4 * 32) >> 4),
+                                      b + ((i / 4 * kQueryChunkBytes + i % 4 * 32) >> 4), i > 0);
         }
 #endif
+        wgmma_commit();
     }
 
-    // Whether some row does not see some key of the tile.
-    __device__ __forceinline__ bool edge(int tile) const {
-        const int shift = job.keys - p.tokens;
-        return tile * kKeys < shift + p.tokens - 1 - p.window_left ||
-               (tile + 1) * kKeys > min(shift + p.window_right + 1, job.keys);
+    // The same for the tile of the split that is next in the ring. After the last one the tensor cores multiply what lies
+    // there, which nobody reads: a product in flight must not depend on a branch.
+    __device__ __forceinline__ void begin_scores(int tile, float (&s)[kScores]) const {
+        if (tile < job.end) barrier_wait(shared_address(&shared.key_full[ring.stage]), ring.phase);
+        multiply_keys(keys + ring.stage * kTileBytes, s);
+    }
+
+    __device__ __forceinline__ void end_scores(float (&s)[kScores]) {
+        wgmma_wait<0>();
+        pin(s);
+        if (lane() == 0) barrier_arrive(shared_address(&shared.key_empty[ring.stage]));
+        ring.next();
+    }
+
+    // From products to scores: scale of fp8, softcap, masks.
+    __device__ __forceinline__ void finish_scores(int tile, float (&s)[kScores]) const {
+#if FP8
+#pragma unroll
+        for (int own = 0; own < kOwn; ++own) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) s[own / 2 * 4 + 2 * half + own % 2] *= shared.factor[row(own)];
+        }
+#endif
+        if (p.score_cap > 0.f) {
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) {
+                const float twice = exp2_fast(s[i] * p.score_factor);
+                s[i] = __fmaf_rn(p.score_cap, -2.f / (twice + 1.f), p.score_cap);
+            }
+        }
+        if (job.edge(p, tile)) mask(tile, s);
     }
 
     __device__ __forceinline__ void mask(int tile, float (&s)[kScores]) const {
 #pragma unroll
-        for (int column = 0; column < kColumns; ++column) {
-            const int position = job.keys - p.tokens + row(column) / p.group;
+        for (int own = 0; own < kOwn; ++own) {
+            const Range sight = job.sight(p, row(own));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int k = tile * kKeys + key(half);
-                const bool sees = k >= position - p.window_left && k < min(position + p.window_right + 1, job.keys);
-                if (!sees) s[column / 2 * 4 + 2 * half + column % 2] = -kInfinity;
+                if (k < sight.low || k >= sight.high) s[own / 2 * 4 + 2 * half + own % 2] = -kInfinity;
             }
         }
     }
 
-    static __device__ __forceinline__ float of(const float (&s)[kScores], int column, int half) {
-        return s[column / 2 * 4 + 2 * half + column % 2];
+    // Maxima over all keys of the warpgroup, from those of the threads.
+    __device__ __forceinline__ void share_maxima(float (&top)[kOwn]) const {
+        meet();  // the last ones have been read
+#pragma unroll
+        for (int own = 0; own < kOwn; ++own) {
+            const float x = keys_max(top[own]);
+            if (lane() < 4) shared.maxima[threadIdx.x / 32][column(own)] = x;
+        }
+        meet();
+#pragma unroll
+        for (int own = 0; own < kOwn; ++own) top[own] = shared_maximum(column(own));
     }
 
-    // Maxima over a whole warpgroup's (or both warpgroups') keys, from those of the threads.
-    __device__ __forceinline__ void share_maxima(float (&top)[kColumns], int warps, int barrier, int threads) {
-        const int warp = threadIdx.x / 32;
-        named_sync(barrier, threads);  // the last ones have been read
+    __device__ __forceinline__ float shared_maximum(int column) const {
+        const int f = 4 * w;
+        return max_or_nan(max_or_nan(shared.maxima[f][column], shared.maxima[f + 1][column]),
+                          max_or_nan(shared.maxima[f + 2][column], shared.maxima[f + 3][column]));
+    }
+
+    // Sums over all keys, from those of the threads; afterwards thread r may ask for row r of its warpgroup.
+    __device__ __forceinline__ void share_sums(const float (&x)[kOwn]) const {
 #pragma unroll
-        for (int column = 0; column < kColumns; ++column) {
-            const float x = keys_max(top[column]);
-            if (threadIdx.x % 32 < 4) shared.maxima[warp][row(column)] = x;
+        for (int own = 0; own < kOwn; ++own) {
+            const float y = keys_sum(x[own]);
+            if (lane() < 4) shared.sums[threadIdx.x / 32][column(own)] = y;
         }
-        named_sync(barrier, threads);
-        const int begin = warps == 8 ? 0 : 4 * w;
-#pragma unroll
-        for (int column = 0; column < kColumns; ++column) {
-            top[column] = shared.maxima[begin][row(column)];
-            for (int other = 1; other < warps; ++other) {
-                top[column] = max_or_nan(top[column], shared.maxima[begin + other][row(column)]);
-            }
+        meet();
+    }
+
+    __device__ __forceinline__ float shared_sum(int column) const {
+        const int f = 4 * w;
+        return (shared.sums[f][column] + shared.sums[f + 1][column]) +
+               (shared.sums[f + 2][column] + shared.sums[f + 3][column]);
+    }
+
+    // Into the next free slot; by the first warp.
+    __device__ __forceinline__ void fetch(const TensorMap* map, u64 policy, int tile) {
+        if (threadIdx.x < 32) {
+            const int slot = issued % kSlots;
+            load_tile(p, map, policy, job, tile, values + slot * kTileBytes, shared_address(&shared.value_full[slot]), lane());
         }
     }
 
-    // Scores of the anchors: the bound of every row and the base of its exponents.
+    __device__ __forceinline__ void wait_for_slot() const {
+        barrier_wait(shared_address(&shared.value_full[done % kSlots]), done / kSlots % 2);
+    }
+
+    // K of the anchors goes into the slots, which V does not need yet, so that the ring can begin with the split.
+    __device__ __forceinline__ void fetch_anchors() {
+        for (; issued < min(job.anchors, kSlots); ++issued) fetch(&p.k, kKeepInCache, job.anchor(issued));
+    }
+
+    // Scores of the anchors: the bound of every row.
     __device__ __forceinline__ void look_at_anchors() {
-        float top[kColumns];
+        float top[kOwn];
 #pragma unroll
-        for (int column = 0; column < kColumns; ++column) {
-            const int head = job.kv_head * p.group + row(column) % p.group;
-            top[column] = p.sinks != nullptr && row(column) < rows() ? p.sinks[head] / p.unit : -kInfinity;
-            sum[column] = 0.f;
-        }
-        for (int i = 0; i < job.anchors; ++i, ring.next()) {
-            if (i % 2 != w) continue;
+        for (int own = 0; own < kOwn; ++own) top[own] = sink(own) / p.unit;
+#if MASS
+        float mass[kOwn];
+#pragma unroll
+        for (int own = 0; own < kOwn; ++own) mass[own] = 0.f;
+#endif
+        while (done < job.anchors) {
             float s[kScores];
-            score(s);
-            if (edge(job.anchor(i))) mask(job.anchor(i), s);
+            wait_for_slot();
+            multiply_keys(values + done % kSlots * kTileBytes, s);
+            wgmma_wait<0>();
+            pin(s);
+            finish_scores(job.anchor(done), s);
+            ++done;
+            if (issued < job.anchors) {
+                meet();  // nobody reads the slot any more
+                fetch(&p.k, kKeepInCache, job.anchor(issued));
+                ++issued;
+            }
 #pragma unroll
-            for (int column = 0; column < kColumns; ++column) {
-                top[column] = max_or_nan(top[column], max_or_nan(of(s, column, 0), of(s, column, 1)));
+            for (int own = 0; own < kOwn; ++own) {
+                const float now = max_or_nan(top[own], max_or_nan(of(s, own, 0), of(s, own, 1)));
+#if MASS
+                const float from = __fmul_rn(finite(now), p.scale_log2);
+                mass[own] = __fmaf_rn(mass[own], exp2_fast(__fmaf_rn(top[own], p.scale_log2, -from)),
+                                      exp2_fast(__fmaf_rn(of(s, own, 0), p.scale_log2, -from)) +
+                                          exp2_fast(__fmaf_rn(of(s, own, 1), p.scale_log2, -from)));
+#endif
+                top[own] = now;
             }
         }
-        share_maxima(top, 8, 3, 256);
+#if MASS
+        float part[kOwn];
 #pragma unroll
-        for (int column = 0; column < kColumns; ++column) {
-            bound[column] = top[column] + cut;
-            base[column] = __fmul_rn(finite(top[column]), p.scale_log2);
+        for (int own = 0; own < kOwn; ++own) part[own] = top[own];
+#endif
+        share_maxima(top);
+#pragma unroll
+        for (int own = 0; own < kOwn; ++own) {
+            bound[own] = top[own] + cut;
+#if MASS
+            const float from = __fmul_rn(finite(top[own]), p.scale_log2);
+            part[own] = mass[own] == 0.f ? 0.f : mass[own] * exp2_fast(__fmaf_rn(part[own], p.scale_log2, -from));
+#endif
         }
+#if MASS
+        share_sums(part);
+        if (thread() < kColumns) {
+            const int r = w * kColumns + thread();
+            const float maximum = shared_maximum(thread());
+            mine.cut = maximum + cut;
+            mine.base = __fmul_rn(finite(maximum), p.scale_log2);
+            mine.sight = r < rows() ? job.sight(p, r) : Range{0, 0};
+            float whole = shared_sum(thread());
+            if (p.sinks != nullptr && r < rows()) {
+                const float logit = p.sinks[job.kv_head * p.group + r % p.group] / p.unit;
+                whole += exp2_fast(__fmaf_rn(logit, p.scale_log2, -mine.base));
+            }
+            const int rest = mine.sight.high - mine.sight.low -
+                             mine.sight.overlap(job.first * kKeys, (job.first + job.head_anchors) * kKeys) -
+                             mine.sight.overlap(job.tail_anchor * kKeys, (job.last + 1) * kKeys);
+            mine.share = p.eps * whole / static_cast<float>(max(rest, 1));
+        }
+#endif
     }
 
     // P.V of the kept tile that has waited longest.
     __device__ __forceinline__ void drain() {
         const int slot = done % kSlots;
         const u32 place = values + slot * kTileBytes;
-        barrier_wait(shared_address(&shared.value_full[w][slot]), done / kSlots % 2);
+        wait_for_slot();
         if (done == ragged) {  // values beyond the sequence may be anything, 0 x NaN would reach every row
-            const int from = job.keys % kKeys;
-            for (int i = thread(); i < kChunks * (kKeys - from) * 8; i += 128) {
-                const int chunk = i / ((kKeys - from) * 8), piece = i % ((kKeys - from) * 8);
-                const u32 target = place + chunk * kTileChunkBytes + from * kChunk * 2 + piece * 16;
-                asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(target), "r"(0) : "memory");
+            const int from = job.keys % kKeys, units = (kKeys - from) * 8;
+            for (int i = threadIdx.x; i < kTileChunks * units; i += kConsumers) {
+                store_16_bytes(place + i / units * kTileChunkBytes + from * kRowBytes + i % units * 16, 0, 0, 0, 0);
             }
             async_proxy_fence();
-            named_sync(1 + w, 128);
+            meet();
         }
         const u64 b = matrix_descriptor(weights + slot * kWeightBytes, 0);
+#if FP8
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+            u32 a[kKeys / 16][4];
+#pragma unroll
+            for (int i = 0; i < kKeys / 32; ++i) {
+                u32 pairs[4];  // of two keys: bytes of columns d, d + 1 of the first, then of the second
+                const int unit = 4 * chunk + thread() / 32;
+                load_transposed(place + (32 * i + lane()) * kRowBytes + (unit ^ (lane() % 8)) * 16, pairs);
+#pragma unroll
+                for (int x = 0; x < 4; ++x) {
+                    const u32 by_column = __byte_perm(pairs[x], 0, 0x3120);
+                    a[2 * i + x / 2][x % 2 * 2] = widen(by_column);
+                    a[2 * i + x / 2][x % 2 * 2 + 1] = widen(by_column >> 16);
+                }
+            }
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < kKeys / 16; ++i) {
+                Wgmma<kColumns>::rs<0>(o[chunk], a[i][0], a[i][1], a[i][2], a[i][3], b + ((i * 32) >> 4), 1);
+            }
+            if (kGroups == 2) {  // the operands of both chunks do not fit
+                wgmma_commit();
+                wgmma_wait<0>();
+                pin(o[chunk]);
+            }
+        }
+#else
         wgmma_fence();
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
             const u64 a = matrix_descriptor(place + chunk * kTileChunkBytes, kTileChunkBytes);
 #pragma unroll
             for (int i = 0; i < kKeys / 16; ++i) {
-                WgmmaSs<kRows, 1>::run(o[chunk], a + ((i * 16 * kChunk * 2) >> 4), b + ((i * 32) >> 4), 1);
+                Wgmma<kColumns>::ss<1, 0>(o[chunk], a + ((i * 16 * kRowBytes) >> 4), b + ((i * 32) >> 4), 1);
             }
         }
+#endif
         wgmma_commit();
         wgmma_wait<0>();
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) pin(o[chunk]);
+        if (!SKIP && lane() == 0) barrier_arrive(shared_address(&shared.value_empty[slot]));
         ++done;
     }
 
     __device__ __forceinline__ void drain_all() {
-        named_sync(1 + w, 128);  // the last weights are there
+        meet();  // the last weights are there
         while (done < issued) drain();
     }
 
-    // A kept tile lies far above the anchors: everything so far is put relative to its maximum.
+    // A kept tile lies far above the base, as the first one does: everything so far is put relative to its maximum.
     __device__ __forceinline__ void raise(const float (&s)[kScores]) {
         drain_all();
-        float top[kColumns];
+        float top[kOwn];
 #pragma unroll
-        for (int column = 0; column < kColumns; ++column) top[column] = max_or_nan(of(s, column, 0), of(s, column, 1));
-        share_maxima(top, 4, 1 + w, 128);
+        for (int own = 0; own < kOwn; ++own) top[own] = max_or_nan(of(s, own, 0), of(s, own, 1));
+        share_maxima(top);
 #pragma unroll
-        for (int column = 0; column < kColumns; ++column) {
-            const float now = max_or_nan(base[column], __fmul_rn(finite(top[column]), p.scale_log2));
-            const float factor = exp2_fast(base[column] - now);
-            base[column] = now;
-            sum[column] *= factor;
-            // O^T: its columns are the query rows.
+        for (int own = 0; own < kOwn; ++own) {
+            const float now = max_or_nan(base[own], __fmul_rn(top[own], p.scale_log2));
+            const float factor = exp2_fast(base[own] - now);
+            base[own] = now;
+            sum[own] *= factor;
 #pragma unroll
             for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
-                for (int half = 0; half < 2; ++half) o[chunk][column / 2 * 4 + 2 * half + column % 2] *= factor;
+                for (int half = 0; half < 2; ++half) o[chunk][own / 2 * 4 + 2 * half + own % 2] *= factor;
             }
         }
     }
 
-    __device__ __forceinline__ void step(int tile) {
-        float s[kScores];
-        score(s);
-        const bool ragged_edge = edge(tile);
-        if (ragged_edge) mask(tile, s);
-        if (issued - done == kSlots) drain();
-        bool dead = false;
-#if SKIP
-        bool agree = true;
+#if MASS
+    // Whether the tile goes, asked by row: its bound of the tile is known, and added if it does.
+    __device__ __forceinline__ bool vote(int tile, const float (&s)[kScores]) {
 #pragma unroll
-        for (int column = 0; column < kColumns; ++column) {
-            bool below = of(s, column, 0) < bound[column] && of(s, column, 1) < bound[column];
-            if (ragged_edge) {  // what a row does not see has no say
-                below = (of(s, column, 0) < bound[column] || of(s, column, 0) == -kInfinity) &&
-                        (of(s, column, 1) < bound[column] || of(s, column, 1) == -kInfinity);
-            }
-            agree &= below || row(column) >= rows();
+        for (int own = 0; own < kOwn; ++own) {
+            float x = max_or_nan(of(s, own, 0), of(s, own, 1));
+            x = max_or_nan(x, __shfl_xor_sync(0xFFFFFFFF, x, 4));
+            if (lane() / 4 % 2 == 0) shared.groups[threadIdx.x / 32][lane() / 8][column(own)] = x;
         }
-        agree &= !job.is_anchor(tile);
-        dead = named_all(1 + w, 128, agree);
+        meet();
+        bool agree = !job.is_anchor(tile);
+        float share = 0.f;
+        if (thread() < kColumns) {
+            float top = -kInfinity;
+            int seen = 0;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int pair = 0; pair < 4; ++pair) {
+                    const float x = max_or_nan(shared.groups[4 * w + 2 * half][pair][thread()],
+                                               shared.groups[4 * w + 2 * half + 1][pair][thread()]);
+                    top = max_or_nan(top, x);
+                    int count = 0;
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int k = tile * kKeys + 32 * half + 8 * i + 2 * pair;
+                        count += mine.sight.overlap(k, k + 2);
+                    }
+                    seen += count;
+                    if (count > 0) {
+                        share = __fmaf_rn(static_cast<float>(count),
+                                          exp2_fast(__fmaf_rn(x, p.scale_log2, -mine.base)), share);
+                    }
+                }
+            }
+            const bool below = top < mine.cut && (p.eps < 0.f || share <= mine.share * static_cast<float>(seen));
+            agree &= below || seen == 0;
+        }
+        const bool dead = named_all(kVoteBarrier, kConsumers, agree);
+        if (dead) mine.sum += share;
+        return dead;
+    }
 #else
-        named_sync(1 + w, 128);
+    // Whether the tile goes. Without a branch: the next scores are in flight.
+    __device__ __forceinline__ bool vote(int tile, const float (&s)[kScores]) {
+        bool agree = !job.is_anchor(tile);
+        const bool edge = job.edge(p, tile);  // what a row does not see has no say
+#pragma unroll
+        for (int own = 0; own < kOwn; ++own) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float x = of(s, own, half);
+                agree &= x < bound[own] | (edge & x == -kInfinity) | row(own) >= rows();
+            }
+        }
+        return named_all(kVoteBarrier, kConsumers, agree);
+    }
+#endif
+
+    __device__ __forceinline__ void step(int tile, float (&next)[kScores]) {
+        float s[kScores];
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) s[i] = next[i];
+        finish_scores(tile, s);
+        bool over = false;
+#pragma unroll
+        for (int own = 0; own < kOwn; ++own) {
+            const float top = fmaxf(of(s, own, 0), of(s, own, 1));
+            over |= __fmaf_rn(top, p.scale_log2, -base[own]) > kHeadroom && row(own) < rows();
+        }
+        if (over) shared.raise[tile % 2] = tile + 1;
+#if SKIP
+        if (issued - done == kSlots) drain();
+#endif
+        begin_scores(tile + 1, next);
+#if MASS
+        end_scores(next);
+        const bool dead = vote(tile, s);
+#else
+#if SKIP
+        const bool dead = vote(tile, s);
+#else
+        const bool dead = false;
+        meet();
+#endif
+        end_scores(next);
 #endif
         if (dead) {
             ++skipped;
             return;
         }
-        if (p.kept != nullptr && thread() == 0) {
-            p.kept[(static_cast<i64>(job.sequence) * p.num_kv_heads + job.kv_head) * p.key_tiles + tile] = 1;
-        }
-        const int slot = issued % kSlots;
-        if (thread() < 32) {
-            load_tile(p, &p.v, job, tile, values + slot * kTileBytes, shared_address(&shared.value_full[w][slot]),
-                      threadIdx.x % 32);
-        }
+#if SKIP
+        fetch(&p.v, kPassThrough, tile);
+#else
+        if (issued > done) drain();  // V comes without being asked for, and its slot is wanted
+#endif
+        if (p.kept != nullptr && threadIdx.x == 0) p.kept[job.head(p) * p.key_tiles + tile] = 1;
         if (p.guard_values && (tile + 1) * kKeys > job.keys) ragged = issued;
-        bool over = false;
+        if (shared.raise[tile % 2] == tile + 1) raise(s);
+        const u32 place = weights + issued % kSlots * kWeightBytes;
 #pragma unroll
-        for (int column = 0; column < kColumns; ++column) {
-            const float top = fmaxf(of(s, column, 0), of(s, column, 1));
-            over |= __fmaf_rn(top, p.scale_log2, -base[column]) > kHeadroom && row(column) < rows();
-        }
-        if (!named_all(1 + w, 128, !over)) raise(s);
-        const int lane = threadIdx.x % 32;
-        const u32 place = weights + slot * kWeightBytes;
-#pragma unroll
-        for (int i = 0; i < kRows / 8; ++i) {
+        for (int i = 0; i < kColumns / 8; ++i) {
             float weight[4];
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
@@ -415,186 +748,249 @@ struct Consumer {
             }
             sum[2 * i] += weight[0] + weight[2];
             sum[2 * i + 1] += weight[1] + weight[3];
-            const int r = 8 * i + lane % 8, unit = thread() / 32 * 2 + lane / 8 % 2;
-            store_transposed(place + r * 128 + (unit ^ (r % 8)) * 16, pack(weight[0], weight[1]),
+            const int r = 8 * i + lane() % 8, unit = thread() / 32 * 2 + lane() / 8 % 2;
+            store_transposed(place + r * kRowBytes + (unit ^ (r % 8)) * 16, pack(weight[0], weight[1]),
                              pack(weight[2], weight[3]));
         }
         async_proxy_fence();
         ++issued;
     }
 
-    // O^T, base and sum of this warpgroup's part of the split.
+    // O, base, sum and bound of this split.
     __device__ __forceinline__ void store_partial() {
-        const i64 part = ((static_cast<i64>(job.sequence) * p.num_kv_heads + job.kv_head) * p.splits + job.split) * 2 + w;
-        float* target = p.partial + part * (HEAD_DIM + 2) * kRows;
+        float* target = p.partial + (job.head(p) * p.splits + job.split) * rows() * kPart;
 #pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
+        for (int own = 0; own < kOwn; ++own) {
+            if (row(own) >= rows()) continue;
 #pragma unroll
-            for (int column = 0; column < kColumns; ++column) {
+            for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const int d = chunk * kChunk + key(half);
-                    if (d < HEAD_DIM) target[d * kRows + row(column)] = of(o[chunk], column, half);
+                    const int d = chunk * 64 + (FP8 ? thread() / 32 * 16 + lane() / 4 * 2 + half : key(half));
+                    if (d < HEAD_DIM) target[row(own) * kPart + d] = of(o[chunk], own, half);
                 }
             }
+            if (thread() < 4) target[row(own) * kPart + HEAD_DIM] = base[own];
         }
-        const int warp = threadIdx.x / 32;
-#pragma unroll
-        for (int column = 0; column < kColumns; ++column) {
-            const float x = keys_sum(sum[column]);
-            if (threadIdx.x % 32 < 4) shared.sums[warp][row(column)] = x;
-            if (warp % 4 == 0 && threadIdx.x % 32 < 4) target[HEAD_DIM * kRows + row(column)] = base[column];
-        }
-        named_sync(1 + w, 128);
-        if (thread() < kRows) {
-            const int first = 4 * w;
-            target[(HEAD_DIM + 1) * kRows + thread()] =
-                (shared.sums[first][thread()] + shared.sums[first + 1][thread()]) +
-                (shared.sums[first + 2][thread()] + shared.sums[first + 3][thread()]);
+        share_sums(sum);
+        const int r = w * kColumns + thread();
+        if (thread() < kColumns && r < rows()) {
+            target[r * kPart + HEAD_DIM + 1] = shared_sum(thread());
+#if MASS
+            target[r * kPart + HEAD_DIM + 2] = mine.sum;
+            target[r * kPart + HEAD_DIM + 3] = mine.base;
+#endif
         }
     }
 
     __device__ __forceinline__ void run() {
 #if SKIP
-        const float threshold = p.threshold[static_cast<i64>(job.sequence) * p.threshold_stride];
-        cut = threshold > 0.f ? logf(fminf(threshold, 1.f)) / p.unit : -kInfinity;
-#else
-        cut = -kInfinity;
+        fetch_anchors();
 #endif
+        load_queries(p, shared, job, query - w * kColumns * kRowBytes);
+        meet();
+#pragma unroll
+        for (int own = 0; own < kOwn; ++own) {
+            base[own] = kNoBase;
+            sum[own] = 0.f;
+        }
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) o[chunk][i] = 0.f;
         }
+#if SKIP
+        const float threshold = p.threshold[static_cast<i64>(job.sequence) * p.threshold_stride];
+        cut = threshold > 0.f ? logf(fminf(threshold, 1.f)) / p.unit : -kInfinity;
         look_at_anchors();
-        for (int tile = job.begin; tile < job.end; ++tile, ring.next()) {
-            if ((tile - job.begin) % 2 == w) step(tile);
-        }
+#endif
+        float next[kScores];
+        begin_scores(job.begin, next);
+        end_scores(next);
+        for (int tile = job.begin; tile < job.end; ++tile) step(tile, next);
         drain_all();
         store_partial();
-        if (p.skipped != nullptr && thread() == 0) {
-            const i64 head = static_cast<i64>(job.sequence) * p.num_kv_heads + job.kv_head;
-            atomicAdd(reinterpret_cast<u64*>(p.skipped + head), static_cast<u64>(skipped));
-            if (job.split == 0 && w == 0) p.visited[head] = job.last - job.first + 1;
+        if (p.skipped != nullptr && threadIdx.x == 0) {
+            atomicAdd(reinterpret_cast<u64*>(p.skipped + job.head(p)), static_cast<u64>(skipped));
+            if (job.split == 0) p.visited[job.head(p)] = job.last - job.first + 1;
         }
     }
 };
 
-// Fetch K: the anchors, then the split.
-__device__ __forceinline__ void produce(const Params& p, Shared& shared, const Job& job, u32 keys) {
+// Fetch K of the split, and in a dense build V.
+__device__ __forceinline__ void produce(const Params& p, Shared& shared, const Job& job, u32 keys, u32 values) {
     const int lane = threadIdx.x % 32;
     Ring ring;
-    const int tiles = max(job.end - job.begin, 0);
-    for (int i = 0; i < job.anchors + tiles; ++i, ring.next()) {
-        const int tile = i < job.anchors ? job.anchor(i) : job.begin + i - job.anchors;
+#if !SKIP
+    int slot = 0;
+    u32 slot_phase = 0;
+#endif
+    for (int tile = job.begin; tile < job.end; ++tile, ring.next()) {
         barrier_wait(shared_address(&shared.key_empty[ring.stage]), ring.phase ^ 1);
-        load_tile(p, &p.k, job, tile, keys + ring.stage * kTileBytes, shared_address(&shared.key_full[ring.stage]), lane);
+        load_tile(p, &p.k, kPassThrough, job, tile, keys + ring.stage * kTileBytes,
+                  shared_address(&shared.key_full[ring.stage]), lane);
         __syncwarp();
-    }
-}
-
-// Q of all rows, swizzled; rows that do not exist are 0.
-__device__ __forceinline__ void load_queries(const Params& p, const Job& job, u32 query) {
-    constexpr int kPieces = HEAD_DIM / 8;  // of 16 bytes
-    const u16* source = static_cast<const u16*>(p.q) + job.sequence * p.q_stride_b;
-    for (int i = threadIdx.x; i < kRows * kPieces; i += blockDim.x) {
-        const int r = i / kPieces, piece = i % kPieces;
-        u32 x = 0, y = 0, z = 0, u = 0;
-        if (r < p.tokens * p.group) {
-            const u16* place = source + r / p.group * p.q_stride_s +
-                               (job.kv_head * p.group + r % p.group) * p.q_stride_h + piece * 8;
-            asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(x), "=r"(y), "=r"(z), "=r"(u)
-                         : "l"(place));
+#if !SKIP
+        barrier_wait(shared_address(&shared.value_empty[slot]), slot_phase ^ 1);
+        load_tile(p, &p.v, kPassThrough, job, tile, values + slot * kTileBytes, shared_address(&shared.value_full[slot]),
+                  lane);
+        __syncwarp();
+        if (++slot == kSlots) {
+            slot = 0;
+            slot_phase ^= 1;
         }
-        const u32 target = query + piece / 8 * kQueryChunkBytes + r * 128 + ((piece % 8) ^ (r % 8)) * 16;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(x), "r"(y), "r"(z), "r"(u)
-                     : "memory");
+#endif
     }
-    async_proxy_fence();
 }
 
-// The parts of all splits in their order.
-__device__ __forceinline__ void combine(const Params& p, const Job& job) {
-    const i64 head = static_cast<i64>(job.sequence) * p.num_kv_heads + job.kv_head;
-    const float* parts = p.partial + head * p.splits * 2 * (HEAD_DIM + 2) * kRows;
-    const int count = job.splits * 2;
-    const int rows = p.tokens * p.group;
-    constexpr int kPairs = HEAD_DIM / 2;
-    for (int i = threadIdx.x; i < rows * kPairs; i += blockDim.x) {
-        const int r = i / kPairs, d = i % kPairs * 2;
-        const int query_head = job.kv_head * p.group + r % p.group, token = r / p.group;
+__device__ __forceinline__ void read_partial(const float* place, float (&x)[4]) {
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "l"(place));
+}
+
+// All splits in their order. factors: shared memory, (rows, splits), then (rows).
+__device__ __forceinline__ void combine(const Params& p, const Job& job, float* factors) {
+    constexpr int kPieces = HEAD_DIM / 4, kEarly = kRows > 64 ? 1 : kRows > 8 ? 4 : 16;
+    const int rows = p.tokens * p.group, splits = job.splits, lane = threadIdx.x % 32;
+    const i64 stride = static_cast<i64>(rows) * kPart;  // of splits
+    const float* parts = p.partial + job.head(p) * p.splits * stride;
+    float* inverses = factors + rows * splits;
+    // The first loads of O are under way while the factors are found.
+    float early[kEarly][4];
+    {
+        const int i = min(static_cast<int>(threadIdx.x), rows * kPieces - 1);
+        const float* source = parts + i / kPieces * kPart + i % kPieces * 4;
+#pragma unroll
+        for (int split = 0; split < kEarly; ++split) read_partial(source + min(split, splits - 1) * stride, early[split]);
+    }
+    for (int r = threadIdx.x / 32; r < rows; r += kThreads / 32) {  // a warp for a row
+        const int query_head = job.kv_head * p.group + r % p.group;
         const float sink = p.sinks != nullptr ? p.sinks[query_head] : -kInfinity;
         const float sink_log2 = sink / p.unit * p.scale_log2;
-        // A part that kept nothing has sum 0; its base says nothing.
         float top = sink_log2;
-        for (int part = 0; part < count; ++part) {
-            const float* source = parts + part * (HEAD_DIM + 2) * kRows + r;
-            if (source[(HEAD_DIM + 1) * kRows] != 0.f) top = max_or_nan(top, source[HEAD_DIM * kRows]);
+        for (int split = lane; split < splits; split += 32) {
+            float end[4];
+            read_partial(parts + split * stride + r * kPart + HEAD_DIM, end);
+            top = max_or_nan(top, end[0]);
         }
-        const float base = finite(top);
-        float sum = sink > -kInfinity ? exp2_fast(sink_log2 - base) : 0.f, x = 0.f, y = 0.f;
-        for (int part = 0; part < count; ++part) {
-            const float* source = parts + part * (HEAD_DIM + 2) * kRows + r;
-            const float own = source[(HEAD_DIM + 1) * kRows];
-            if (own == 0.f) continue;
-            const float factor = exp2_fast(source[HEAD_DIM * kRows] - base);
-            sum = __fmaf_rn(own, factor, sum);
-            x = __fmaf_rn(source[d * kRows], factor, x);
-            y = __fmaf_rn(source[(d + 1) * kRows], factor, y);
+        for (int other = 16; other > 0; other /= 2) top = max_or_nan(top, __shfl_xor_sync(0xFFFFFFFF, top, other));
+        float sum = 0.f;
+#if MASS
+        float bound = 0.f, bound_base = top;
+#endif
+        for (int split = lane; split < splits; split += 32) {
+            float end[4];
+            read_partial(parts + split * stride + r * kPart + HEAD_DIM, end);
+            const float factor = exp2_fast(end[0] - top);
+            factors[r * splits + split] = factor;
+            sum = __fmaf_rn(end[1], factor, sum);
+#if MASS
+            bound += end[2];
+            bound_base = end[3];
+#endif
         }
-        const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-        u16* out = static_cast<u16*>(p.out) + job.sequence * p.out_stride_b + token * p.out_stride_s +
-                   query_head * p.out_stride_h + d;
-        const u32 both = pack(x * inverse, y * inverse);
-        asm volatile("st.global.b32 [%0], %1;" ::"l"(out), "r"(both) : "memory");
-        if (d == 0) {
-            float lse = sum == 0.f ? -kInfinity : (base / p.scale_log2) * p.unit + logf(sum);
+        for (int other = 16; other > 0; other /= 2) {
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, other);
+#if MASS
+            bound += __shfl_xor_sync(0xFFFFFFFF, bound, other);
+#endif
+        }
+        if (lane == 0) {
+            if (sink > -kInfinity) sum += exp2_fast(sink_log2 - top);
+            inverses[r] = sum == 0.f ? 0.f : 1.f / sum;
+            const i64 place = job.sequence * p.lse_stride_b + query_head * p.lse_stride_h + r / p.group;
+            float lse = sum == 0.f ? -kInfinity : (top / p.scale_log2) * p.unit + logf(sum);
             if (top == sink_log2 && sum == 1.f) lse = sink;
-            p.lse[job.sequence * p.lse_stride_b + query_head * p.lse_stride_h + token] = lse;
+            p.lse[place] = lse;
+#if MASS
+            if (p.mass_bound != nullptr) {
+                bound *= exp2_fast(bound_base - top);
+                p.mass_bound[place] = bound == 0.f ? 0.f : bound / (bound + sum);
+            }
+#endif
         }
+    }
+    __syncthreads();
+    float v_descale = 1.f;
+    if (p.v_descale != nullptr) {
+        v_descale = p.v_descale[static_cast<i64>(job.sequence) * p.v_descale_stride_b + job.kv_head * p.v_descale_stride_h];
+    }
+    for (int i = threadIdx.x; i < rows * kPieces; i += kThreads) {
+        const int r = i / kPieces, d = i % kPieces * 4;
+        const float* source = parts + r * kPart + d;
+        const float* factor = factors + r * splits;
+        float x[4] = {0.f, 0.f, 0.f, 0.f};
+        int split = 0;
+        if (i == static_cast<int>(threadIdx.x)) {
+#pragma unroll
+            for (; split < kEarly; ++split) {
+                if (split < splits) {
+#pragma unroll
+                    for (int n = 0; n < 4; ++n) x[n] = __fmaf_rn(early[split][n], factor[split], x[n]);
+                }
+            }
+        }
+#pragma unroll 16
+        for (; split < splits; ++split) {
+            float y[4];
+            read_partial(source + split * stride, y);
+#pragma unroll
+            for (int n = 0; n < 4; ++n) x[n] = __fmaf_rn(y[n], factor[split], x[n]);
+        }
+        const float inverse = inverses[r] * v_descale;
+        u16* out = static_cast<u16*>(p.out) + job.sequence * p.out_stride_b + r / p.group * p.out_stride_s +
+                   (job.kv_head * p.group + r % p.group) * p.out_stride_h + d;
+        asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(out), "r"(pack_out(x[0] * inverse, x[1] * inverse)),
+                     "r"(pack_out(x[2] * inverse, x[3] * inverse))
+                     : "memory");
     }
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(288, 1) decode(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads, CTAS) decode(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 memory[];
     const Job job(p);
     if (job.split >= job.splits) return;
     const u32 query = shared_address(memory);
     const u32 keys = query + (kQueryBytes + 1023) / 1024 * 1024;
     const u32 values = keys + kStages * kTileBytes;
-    const u32 weights = values + 2 * kSlots * kTileBytes;
-    Shared& shared = *reinterpret_cast<Shared*>(memory + (weights - query) + 2 * kSlots * kWeightBytes);
+    const u32 weights = values + kSlots * kTileBytes;
+    Shared& shared = *reinterpret_cast<Shared*>(memory + (weights - query) + kSlots * kWeightBytes);
     if (threadIdx.x == 0) {
+        tma_prefetch(&p.k);
+        tma_prefetch(&p.v);
         if (query % 1024 != 0) __trap();
         for (int i = 0; i < kStages; ++i) {
             barrier_init(shared_address(&shared.key_full[i]), 1);
-            barrier_init(shared_address(&shared.key_empty[i]), 4);
+            barrier_init(shared_address(&shared.key_empty[i]), 4 * kGroups);
         }
-        for (int i = 0; i < 2 * kSlots; ++i) barrier_init(shared_address(&shared.value_full[0][0]) + 8 * i, 1);
+        for (int i = 0; i < kSlots; ++i) {
+            barrier_init(shared_address(&shared.value_full[i]), 1);
+            barrier_init(shared_address(&shared.value_empty[i]), 4 * kGroups);
+        }
+        shared.raise[0] = shared.raise[1] = 0;
         barrier_init_fence();
     }
-    load_queries(p, job, query);
     __syncthreads();
-    if (threadIdx.x >= 256) {
-        produce(p, shared, job, keys);
+    if (threadIdx.x >= kConsumers) {
+        if (kGroups == 2) registers_down<kProducerRegisters>();
+        if (threadIdx.x < kConsumers + 32) produce(p, shared, job, keys, values);
+        if (kGroups == 2) registers_up<kLaunchRegisters>();
     } else {
-        const int w = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
-        Consumer{p, shared, job, w, query, keys, values + w * kSlots * kTileBytes, weights + w * kSlots * kWeightBytes}
-            .run();
+        if (kGroups == 2) registers_up<kConsumerRegisters>();
+        const int w = kGroups == 1 ? 0 : __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+        const u32 rows_before = w * kColumns * kRowBytes;
+        Consumer{p, shared, job, w, query + rows_before, keys, values, weights + rows_before}.run();
+        if (kGroups == 2) registers_down<kLaunchRegisters>();
     }
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        int* arrivals = p.arrivals + static_cast<i64>(job.sequence) * p.num_kv_heads + job.kv_head;
-        shared.last = atomicAdd(arrivals, 1) == job.splits - 1;
+        int* arrivals = p.arrivals + job.head(p);
+        shared.last = add_acquire_release(arrivals, 1) == job.splits - 1;
         if (shared.last) *arrivals = 0;
     }
     __syncthreads();
-    if (shared.last) {
-        __threadfence();
-        combine(p, job);
-    }
+    if (shared.last) combine(p, job, reinterpret_cast<float*>(memory));
 }

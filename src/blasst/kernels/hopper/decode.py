@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,30 +12,36 @@ from torch import Tensor
 from blasst.core.problem import AttentionProblem
 from blasst.core.types import DECODE_TILE, AttentionOutput, num_tiles
 from blasst.kernels.hopper import DTYPES, HEAD_DIMS
-from blasst.kernels.hopper.compile import checked, load_kernel
-from blasst.kernels.hopper.prefill import CHUNK, map_of, pointer
-from blasst.kernels.triton.launch import LOG2_E, UNLIMITED, Outputs, allocate
+from blasst.kernels.hopper.launch import CHUNK, ROW_BYTES, dense, map_of, pointer, score_arguments, start
+from blasst.kernels.triton.launch import Outputs, allocate
 
 FILE = "decode.cu"
 KEY_TILE = 64
-THREADS = 288
 
 #: Query rows (query heads of a KV head x new tokens) that a build holds.
-ROWS = (8, 16, 32)
+ROWS = (8, 16, 32, 64, 128)
+#: Builds up to these rows run as two CTAs on a multiprocessor: one works while the other starts or ends.
+_TWO_CTAS_ROWS = 32
 
-#: CTAs that one long sequence should give: about one for each processor of an H200.
-_CTAS = 128
+#: CTAs that one long sequence should give: as many as an H200 runs at once.
+_CTAS = 132
+_MAX_SPLITS = 128
 #: Key tiles below which a split is not worth its anchors.
 _MIN_TILES = 8
 
-_SHARED_BYTES = 227 * 1024
-_STATE_BYTES = 4096
+#: Shared memory of a multiprocessor; every CTA takes 1 KB of it besides its own.
+_SHARED_BYTES = 228 * 1024
+_CTA_BYTES = 1024
 _SLOTS = 3
+_MAX_STAGES = 8
+
+_MAX_BATCH = 65535  # the grid's third axis
 
 _POINTERS = (
     "q",
     "out",
     "lse",
+    "mass_bound",
     "partial",
     "arrivals",
     "kept",
@@ -44,6 +49,8 @@ _POINTERS = (
     "visited",
     "threshold",
     "sinks",
+    "k_descale",
+    "v_descale",
     "seqused",
     "leftpad",
     "table",
@@ -61,6 +68,10 @@ _STRIDES = (
 _INTEGERS = (
     "table_stride",
     "threshold_stride",
+    "k_descale_stride_b",
+    "k_descale_stride_h",
+    "v_descale_stride_b",
+    "v_descale_stride_h",
     "num_kv_heads",
     "group",
     "tokens",
@@ -74,7 +85,11 @@ _INTEGERS = (
     "key_tiles",
     "guard_values",
 )
-_FLOATS = ("scale_log2", "unit", "score_factor", "score_cap")
+_FLOATS = ("scale_log2", "unit", "score_factor", "score_cap", "eps")
+
+
+#: (device, stream) -> zeros.
+_counters: dict[tuple[int, int], Tensor] = {}
 
 
 class _Params(ctypes.Structure):
@@ -97,72 +112,120 @@ def unsupported_reason(problem: AttentionProblem) -> str | None:
     rows = problem.max_seqlen_q * (problem.num_heads // problem.num_kv_heads)
     if rows > ROWS[-1]:
         return f"{rows} rows for each KV head, supported are up to {ROWS[-1]}"
-    if problem.want_mass_bound or problem.max_skipped_mass is not None:
-        return "mass bound and error budget in decode"
+    if problem.batch_size > _MAX_BATCH:
+        return f"{problem.batch_size} sequences, supported are up to {_MAX_BATCH}"
     return None
 
 
 def build(
-    head_dim: int, dtype: torch.dtype, rows: int, *, skip: bool, softcap: bool, paged: bool
+    head_dim: int, dtype: torch.dtype, rows: int, *, fp8: bool = False, skip: bool = True, mass: bool = False
 ) -> dict[str, int]:
-    """What a build defines."""
-    tile_bytes = num_tiles(head_dim, CHUNK) * CHUNK * 2 * KEY_TILE
-    free = _SHARED_BYTES - _STATE_BYTES - num_tiles(head_dim, CHUNK) * rows * CHUNK * 2
-    free -= 2 * _SLOTS * (tile_bytes + rows * KEY_TILE * 2)
-    return {
+    """What a build defines.
+
+    Args:
+        head_dim: 64, 96 or 128.
+        dtype: of q.
+        rows: query rows, one of ROWS.
+        fp8: whether the cache is float8_e4m3fn.
+        skip: whether it skips.
+        mass: whether it knows the mass bound (and the budget).
+    """
+    defined = {
         "HEAD_DIM": head_dim,
         "BF16": int(dtype == torch.bfloat16),
+        "FP8": int(fp8),
         "ROWS": rows,
         "SKIP": int(skip),
-        "SOFTCAP": int(softcap),
-        "PAGED": int(paged),
-        "KEY_STAGES": min(free // tile_bytes, 8),
+        "MASS": int(mass),
         "SLOTS": _SLOTS,
+        "CTAS": 2 if rows <= _TWO_CTAS_ROWS else 1,
+        "KEY_STAGES": 0,
     }
+    free = _SHARED_BYTES // defined["CTAS"] - _CTA_BYTES - shared_bytes(defined)
+    return defined | {"KEY_STAGES": min(free // _tile_bytes(defined), _MAX_STAGES)}
 
 
 def builds() -> Iterator[dict[str, int]]:
     """Every build that a call can ask for."""
-    flags = (False, True)
-    for dim, dtype, rows in product(HEAD_DIMS, DTYPES, ROWS):
-        for skip, softcap, paged in product(flags, flags, flags):
-            yield build(dim, dtype, rows, skip=skip, softcap=softcap, paged=paged)
+    rules = ((False, False), (True, False), (True, True))
+    for dim, dtype, fp8, rows, (skip, mass) in product(HEAD_DIMS, DTYPES, (False, True), ROWS, rules):
+        yield build(dim, dtype, rows, fp8=fp8, skip=skip, mass=mass)
+
+
+def _tile_bytes(defined: dict[str, int]) -> int:
+    """Of K or V in shared memory: rows of 128 bytes."""
+    return KEY_TILE * ROW_BYTES * (1 if defined["FP8"] else num_tiles(defined["HEAD_DIM"], CHUNK))
 
 
 def shared_bytes(defined: dict[str, int]) -> int:
     """Dynamic shared memory of a build."""
-    chunks, rows = num_tiles(defined["HEAD_DIM"], CHUNK), defined["ROWS"]
-    tile_bytes = chunks * CHUNK * 2 * KEY_TILE
-    queries = -(-chunks * rows * CHUNK * 2 // 1024) * 1024
-    weights = 2 * defined["SLOTS"] * rows * KEY_TILE * 2
-    return queries + (defined["KEY_STAGES"] + 2 * defined["SLOTS"]) * tile_bytes + weights + _STATE_BYTES
+    rows = defined["ROWS"]
+    queries = -(-num_tiles(defined["HEAD_DIM"], CHUNK) * rows * CHUNK * 2 // 1024) * 1024
+    weights = defined["SLOTS"] * rows * KEY_TILE * 2
+    tiles = (defined["KEY_STAGES"] + defined["SLOTS"]) * _tile_bytes(defined)
+    return queries + tiles + weights + state_bytes(defined)
+
+
+def threads(defined: dict[str, int]) -> int:
+    """Of a CTA: one consumer warpgroup and a warp, or two and a warpgroup."""
+    return 384 if defined["ROWS"] > 64 else 160
+
+
+def state_bytes(defined: dict[str, int]) -> int:
+    """Upper bound of struct Shared: barriers, then floats of each row."""
+    per_row = 4 + 4 + 2 * defined["FP8"] + 16 * defined["MASS"]
+    return 256 + 4 * per_row * defined["ROWS"]
+
+
+def macros(problem: AttentionProblem) -> dict[str, int]:
+    """The build for a problem."""
+    skip = problem.threshold is not None
+    rows = problem.max_seqlen_q * (problem.num_heads // problem.num_kv_heads)
+    return build(
+        problem.head_dim,
+        problem.q.dtype,
+        next(held for held in ROWS if held >= rows),
+        fp8=problem.k.dtype == torch.float8_e4m3fn,
+        skip=skip,
+        mass=skip and (problem.want_mass_bound or problem.max_skipped_mass is not None),
+    )
+
+
+def wanted_splits(num_kv_heads: int, ctas: int) -> int:
+    """Splits of a long sequence.
+
+    A function of the KV heads and the build alone: what a sequence gives does not depend on its neighbours.
+    """
+    return max(1, min(ctas * _CTAS // num_kv_heads, _MAX_SPLITS))
 
 
 def _parameters(
-    problem: AttentionProblem, outputs: Outputs, partial: Tensor, arrivals: Tensor, splits: int
-) -> _Params:
+    problem: AttentionProblem, outputs: Outputs, partial: Tensor, arrivals: Tensor, splits: int, wanted: int
+) -> tuple[_Params, list[Tensor | None]]:
+    """Arguments of the kernel, and tensors that must live until it is launched."""
+    index = [dense(x) for x in (problem.sinks, problem.seqused_k, problem.leftpad_k, problem.block_table)]
+    sinks, seqused, leftpad, table = index
     q, k, out, lse, threshold = problem.q, problem.k, outputs.out, outputs.lse, problem.threshold
-    table = problem.block_table
-    left, right = problem.window_size
-    if problem.causal:
-        right = 0 if right < 0 else min(right, 0)
-    scale, capped = problem.softmax_scale, problem.softcap > 0
-    rows = min(k.shape[1], KEY_TILE) if table is not None else KEY_TILE
-    return _Params(
+    k_descale, v_descale = problem.k_descale, problem.v_descale
+    rows = KEY_TILE if table is None else min(k.shape[1], KEY_TILE)
+    params = _Params(
         k=map_of(k, rows),
         v=map_of(problem.v, rows),
         q=q.data_ptr(),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
+        mass_bound=pointer(outputs.mass_bound),
         partial=partial.data_ptr(),
         arrivals=arrivals.data_ptr(),
         kept=pointer(outputs.kept),
         skipped=pointer(outputs.skipped),
         visited=pointer(outputs.visited),
         threshold=pointer(threshold),
-        sinks=pointer(problem.sinks),
-        seqused=pointer(problem.seqused_k),
-        leftpad=pointer(problem.leftpad_k),
+        sinks=pointer(sinks),
+        k_descale=pointer(k_descale),
+        v_descale=pointer(v_descale),
+        seqused=pointer(seqused),
+        leftpad=pointer(leftpad),
         table=pointer(table),
         q_stride_b=q.stride(0),
         q_stride_s=q.stride(1),
@@ -174,56 +237,53 @@ def _parameters(
         lse_stride_h=lse.stride(1),
         table_stride=0 if table is None else table.stride(0),
         threshold_stride=0 if threshold is None else threshold.stride(0),
+        k_descale_stride_b=0 if k_descale is None else k_descale.stride(0),
+        k_descale_stride_h=0 if k_descale is None else k_descale.stride(1),
+        v_descale_stride_b=0 if v_descale is None else v_descale.stride(0),
+        v_descale_stride_h=0 if v_descale is None else v_descale.stride(1),
         num_kv_heads=problem.num_kv_heads,
         group=problem.num_heads // problem.num_kv_heads,
         tokens=q.shape[1],
         seqlen_k=problem.max_seqlen_k,
         splits=splits,
-        wanted_splits=splits,
+        wanted_splits=wanted,
         min_tiles=_MIN_TILES,
         page_shift=0 if table is None else k.shape[1].bit_length() - 1,
-        window_left=UNLIMITED if left < 0 else min(left, UNLIMITED),
-        window_right=UNLIMITED if right < 0 else min(right, UNLIMITED),
         key_tiles=0 if outputs.kept is None else outputs.kept.shape[3],
-        guard_values=int(table is not None or problem.seqused_k is not None),
-        scale_log2=LOG2_E if capped else scale * LOG2_E,
-        unit=1.0 if capped else scale,
-        score_factor=2 * scale / problem.softcap * LOG2_E if capped else 0.0,
-        score_cap=problem.softcap,
+        guard_values=int(table is not None or seqused is not None),
+        eps=-1.0 if problem.max_skipped_mass is None else problem.max_skipped_mass,
+        **score_arguments(problem),
     )
+    return params, index
+
+
+def _zeros(count: int, device: torch.device) -> Tensor:
+    """Counters that are zero before and after each launch; outside graphs a stream keeps its own."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    stream = torch.cuda.current_stream(device)
+    kept = _counters.get((stream.device_index, stream.cuda_stream))
+    if kept is None or kept.numel() < count:
+        kept = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
+        _counters[stream.device_index, stream.cuda_stream] = kept
+    return kept
 
 
 def run(problem: AttentionProblem) -> AttentionOutput:
     """Launch on the current stream of q's device."""
-    from cuda.bindings import driver
-
     device = problem.q.device
-    rows = problem.q.shape[1] * (problem.num_heads // problem.num_kv_heads)
-    held = next(n for n in ROWS if n >= rows)
-    defined = build(
-        problem.head_dim,
-        problem.q.dtype,
-        held,
-        skip=problem.threshold is not None,
-        softcap=problem.softcap > 0,
-        paged=problem.block_table is not None,
-    )
-    # A function of the KV heads alone: what a sequence gives does not depend on its neighbours.
-    splits = max(_CTAS // problem.num_kv_heads, 1)
-    batch, kv_heads = problem.batch_size, problem.num_kv_heads
+    defined = macros(problem)
+    wanted = wanted_splits(problem.num_kv_heads, defined["CTAS"])
+    # Of the longest sequence, whose tiles begin at its first key: one more may be touched.
+    splits = min(wanted, num_tiles(num_tiles(problem.max_seqlen_k, KEY_TILE) + 1, _MIN_TILES))
+    heads = problem.batch_size * problem.num_kv_heads
+    rows = problem.max_seqlen_q * (problem.num_heads // problem.num_kv_heads)
     with torch.cuda.device(device):
         outputs = allocate(problem, DECODE_TILE)
-        size = batch * kv_heads * splits * 2 * (problem.head_dim + 2) * held
+        size = heads * splits * rows * (problem.head_dim + 4)
         partial = torch.empty(size, dtype=torch.float32, device=device)
-        arrivals = torch.zeros(batch * kv_heads, dtype=torch.int32, device=device)
-        params = _parameters(problem, outputs, partial, arrivals, splits)
-        shared = shared_bytes(defined)
-        kernel = load_kernel(device.index or 0, FILE, "decode", tuple(sorted(defined.items())), shared)
-        arguments: Any = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        stream = torch.cuda.current_stream(device).cuda_stream
-        checked(
-            driver.cuLaunchKernel(
-                kernel, splits, kv_heads, batch, THREADS, 1, 1, shared, stream, ctypes.addressof(arguments), 0
-            )
-        )
+        arrivals = _zeros(heads, device)
+        params, _alive = _parameters(problem, outputs, partial, arrivals, splits, wanted)
+        grid = problem.num_kv_heads, splits, problem.batch_size
+        start(FILE, "decode", defined, shared_bytes(defined), grid, threads(defined), params)
     return outputs.result(problem)

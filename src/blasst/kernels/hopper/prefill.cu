@@ -9,12 +9,8 @@
 //
 // Shared memory (head_dim 128): Q 32 KB, K and V 32 KB a stage. Registers of a consumer thread: O 64, scores
 // 2 x 64, row state. Compile-time: HEAD_DIM, HEAD_DIM_V (64, 96, 128), BF16, SKIP, MASS, BUDGET, SOFTCAP, PAGED,
-// STAGES, PARTS. What is computed: docs/method.md.
+// STAGES, PARTS, TURNS. What is computed: docs/method.md.
 #include "ptx.cuh"
-
-#ifndef TURNS  // experiment: the warpgroups take turns in exp
-#define TURNS 0
-#endif
 
 
 namespace {
@@ -430,7 +426,7 @@ __device__ __forceinline__ void issue_scores(float (&s)[kScores], u64 query, u64
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 16; ++i) {
         const u32 offset = (i / 4 * kChunkBytes + i % 4 * 32) >> 4;
-        wgmma_ss(s, query + offset, keys + offset, i > 0);
+        Wgmma<kKeys>::ss<0, 0>(s, query + offset, keys + offset, i > 0);
     }
     wgmma_commit();
 }
@@ -560,13 +556,8 @@ struct Consumer {
         if (word & kLast) release(&shared.barriers.query_empty);
     }
 
-    // V of a tile is done with. Of a skipped one nobody has waited for the load: a warpgroup that is far ahead would
-    // arrive twice where the other has yet to arrive once, and V would be overwritten while it is read.
-    __device__ __forceinline__ void release_values() const {
-        if (SKIP) barrier_wait(shared_address(&shared.barriers.value_full[ring.stage]), ring.phase);
-        release(&shared.barriers.value_empty[ring.stage]);
-    }
-
+    // Also for a tile that is left out, before its V is given back: a warpgroup that is far ahead would arrive twice where
+    // the other has yet to arrive once, and V would be overwritten while it is read.
     __device__ __forceinline__ u64 wait_values() const {
         barrier_wait(shared_address(&shared.barriers.value_full[ring.stage]), ring.phase);
         return matrix_descriptor(values + ring.stage * kValueBytes, kChunkBytes);
@@ -686,8 +677,8 @@ struct Consumer {
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < kBlocks; ++i) {
-                wgmma_rs<HEAD_DIM_V>(o, weights[4 * i], weights[4 * i + 1], weights[4 * i + 2], weights[4 * i + 3],
-                                     place + (((part * kBlocks + i) * 16 * kChunk * 2) >> 4));
+                Wgmma<HEAD_DIM_V>::rs<1>(o, weights[4 * i], weights[4 * i + 1], weights[4 * i + 2], weights[4 * i + 3],
+                                         place + (((part * kBlocks + i) * 16 * kChunk * 2) >> 4), 1);
             }
         }
         wgmma_commit();
@@ -717,13 +708,14 @@ struct Consumer {
             wgmma_wait<0>();
         } else {
             pass_turn();
+            wait_values();
             wgmma_wait<0>();
             pin(next);
             release_operands(next_word, after);
             decide(next_word, next);
         }
         pin(o);
-        release_values();
+        release(&shared.barriers.value_empty[ring.stage]);
         ring = after;
         return next_word;
     }
@@ -739,8 +731,9 @@ struct Consumer {
             pin(o);
         } else {
             pass_turn();
+            wait_values();
         }
-        release_values();
+        release(&shared.barriers.value_empty[ring.stage]);
         ring.next();
     }
 

@@ -8,10 +8,16 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
+// DTYPE: of q and out. OPERAND: of what is multiplied; fp8 is exact as f16.
 #if BF16
-#define OPERAND "bf16"
+#define DTYPE "bf16"
 #else
+#define DTYPE "f16"
+#endif
+#if FP8
 #define OPERAND "f16"
+#else
+#define OPERAND DTYPE
 #endif
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
@@ -108,6 +114,19 @@ __device__ __forceinline__ void tma_load(
         : "memory");
 }
 
+// The same with a policy for the L2 cache.
+__device__ __forceinline__ void tma_load(
+    u32 target, const TensorMap* map, u64 policy, u32 barrier, int x, int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(target),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(policy)
+        : "memory");
+}
+
+// Policies, as createpolicy encodes them: evict first, and evict normally.
+constexpr u64 kPassThrough = 0x12F0000000000000, kKeepInCache = 0x16F0000000000000;
+
 // --- wgmma ----------------------------------------------------------------------------------------------
 
 // Descriptor of a shared-memory operand in rows of 128 bytes with 128-byte swizzle.
@@ -140,146 +159,54 @@ __device__ __forceinline__ void pin(u32 (&registers)[kSize]) {
     for (int i = 0; i < kSize; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-// d (64 x 128, fp32) = or += a (64 x 16, shared) . b^T (128 x 16, shared, K-major).
-__device__ __forceinline__ void wgmma_ss(float (&d)[64], u64 a, u64 b, int accumulate) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %66, 0;"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." OPERAND "." OPERAND " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, %64, %65, p, 1, 1, 0, 0;}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "l"(a), "l"(b), "r"(accumulate));
-}
+// d (64 x kColumns, fp32) = or += a (64 x 16) . b (16 x kColumns, shared). Operands in shared memory are K-major, or
+// MN-major where kTransposeA or kTransposeB is 1; a may also lie in registers.
+template <int kColumns>
+struct Wgmma;
 
-// d (64 x kWidth, fp32) += a (64 x 16, registers) . b (16 x kWidth, shared, MN-major).
-template <int kWidth>
-__device__ __forceinline__ void wgmma_rs(
-    float (&d)[kWidth / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b);
+#define WGMMA_LIST_4 "%0, %1, %2, %3"
+#define WGMMA_LIST_8 WGMMA_LIST_4 ", %4, %5, %6, %7"
+#define WGMMA_LIST_16 WGMMA_LIST_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_LIST_32 WGMMA_LIST_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_LIST_48 WGMMA_LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_LIST_64 WGMMA_LIST_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_REGISTERS_4(i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
+#define WGMMA_REGISTERS_8(i) WGMMA_REGISTERS_4(i), WGMMA_REGISTERS_4((i) + 4)
+#define WGMMA_REGISTERS_16(i) WGMMA_REGISTERS_8(i), WGMMA_REGISTERS_8((i) + 8)
+#define WGMMA_REGISTERS_32(i) WGMMA_REGISTERS_16(i), WGMMA_REGISTERS_16((i) + 16)
+#define WGMMA_REGISTERS_48(i) WGMMA_REGISTERS_32(i), WGMMA_REGISTERS_16((i) + 32)
+#define WGMMA_REGISTERS_64(i) WGMMA_REGISTERS_32(i), WGMMA_REGISTERS_32((i) + 32)
 
-template <> __device__ __forceinline__ void wgmma_rs<64>(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3,
-                                                      u64 b) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, 1, 0;"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." OPERAND "." OPERAND " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
-}
+// COLUMNS: of d. COUNT: registers of d. I0 to I6: COUNT, COUNT + 1, ... as numerals.
+#define WGMMA(COLUMNS, COUNT, I0, I1, I2, I3, I4, I5, I6)                                                      \
+    template <>                                                                                                \
+    struct Wgmma<COLUMNS> {                                                                                    \
+        template <int kTransposeA, int kTransposeB>                                                            \
+        static __device__ __forceinline__ void ss(float (&d)[COUNT], u64 a, u64 b, int accumulate) {           \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I2 ", 0;"                                          \
+                         "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." OPERAND "." OPERAND           \
+                         " {" WGMMA_LIST_##COUNT "}, %" #I0 ", %" #I1 ", p, 1, 1, %" #I3 ", %" #I4 ";}"        \
+                         : WGMMA_REGISTERS_##COUNT(0)                                                          \
+                         : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeA), "n"(kTransposeB));               \
+        }                                                                                                      \
+        template <int kTransposeB>                                                                             \
+        static __device__ __forceinline__ void rs(                                                             \
+            float (&d)[COUNT], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int accumulate) {                        \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I5 ", 0;"                                          \
+                         "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." OPERAND "." OPERAND           \
+                         " {" WGMMA_LIST_##COUNT "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4          \
+                         ", p, 1, 1, %" #I6 ";}"                                                               \
+                         : WGMMA_REGISTERS_##COUNT(0)                                                          \
+                         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate), "n"(kTransposeB));     \
+        }                                                                                                      \
+    };
 
-template <> __device__ __forceinline__ void wgmma_rs<96>(float (&d)[48], u32 a0, u32 a1, u32 a2, u32 a3,
-                                                      u64 b) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, 1, 0;"
-        "wgmma.mma_async.sync.aligned.m64n96k16.f32." OPERAND "." OPERAND " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-        "}, {%48, %49, %50, %51}, %52, p, 1, 1, 1;}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
-}
-
-template <> __device__ __forceinline__ void wgmma_rs<128>(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3,
-                                                      u64 b) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, 1, 0;"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." OPERAND "." OPERAND " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
-}
-
-// d (64 x kColumns, fp32) = or += a (64 x 16, shared, MN-major if kTransposeA) . b^T (kColumns x 16, shared, K-major).
-template <int kColumns, int kTransposeA>
-struct WgmmaSs;
-
-template <int kTransposeA>
-struct WgmmaSs<8, kTransposeA> {
-    static __device__ __forceinline__ void run(float (&d)[4], u64 a, u64 b, int accumulate) {
-        asm volatile(
-            "{.reg .pred p; setp.ne.b32 p, %6, 0;"
-            "wgmma.mma_async.sync.aligned.m64n8k16.f32." OPERAND "." OPERAND " {"
-            "%0, %1, %2, %3"
-            "}, %4, %5, p, 1, 1, %7, 0;}"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeA));
-    }
-};
-
-template <int kTransposeA>
-struct WgmmaSs<16, kTransposeA> {
-    static __device__ __forceinline__ void run(float (&d)[8], u64 a, u64 b, int accumulate) {
-        asm volatile(
-            "{.reg .pred p; setp.ne.b32 p, %10, 0;"
-            "wgmma.mma_async.sync.aligned.m64n16k16.f32." OPERAND "." OPERAND " {"
-            "%0, %1, %2, %3, %4, %5, %6, %7"
-            "}, %8, %9, p, 1, 1, %11, 0;}"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-            : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeA));
-    }
-};
-
-template <int kTransposeA>
-struct WgmmaSs<32, kTransposeA> {
-    static __device__ __forceinline__ void run(float (&d)[16], u64 a, u64 b, int accumulate) {
-        asm volatile(
-            "{.reg .pred p; setp.ne.b32 p, %18, 0;"
-            "wgmma.mma_async.sync.aligned.m64n32k16.f32." OPERAND "." OPERAND " {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-            "}, %16, %17, p, 1, 1, %19, 0;}"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-            : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeA));
-    }
-};
-
-template <int kTransposeA>
-struct WgmmaSs<64, kTransposeA> {
-    static __device__ __forceinline__ void run(float (&d)[32], u64 a, u64 b, int accumulate) {
-        asm volatile(
-            "{.reg .pred p; setp.ne.b32 p, %34, 0;"
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32." OPERAND "." OPERAND " {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-            "}, %32, %33, p, 1, 1, %35, 0;}"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-            : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeA));
-    }
-};
+WGMMA(8, 4, 4, 5, 6, 7, 8, 9, 10)
+WGMMA(16, 8, 8, 9, 10, 11, 12, 13, 14)
+WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
+WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
+WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
+WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
 
 // --- arithmetic -----------------------------------------------------------------------------------------
 
@@ -296,10 +223,34 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     return c;
 }
 
-// Two numbers rounded to 16 bits, the first in the low half.
+// Two numbers rounded to the dtype of operands, the first in the low half.
 __device__ __forceinline__ u32 pack(float low, float high) {
     u32 both;
     asm("cvt.rn." OPERAND "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// The same in the dtype of out.
+__device__ __forceinline__ u32 pack_out(float low, float high) {
+    u32 both;
+    asm("cvt.rn." DTYPE "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// Two numbers of q.
+__device__ __forceinline__ void unpack(u32 both, float& low, float& high) {
+#if BF16
+    low = __uint_as_float(both << 16);
+    high = __uint_as_float(both & 0xFFFF0000u);
+#else
+    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(low), "=f"(high) : "r"(both));
+#endif
+}
+
+// The lower two bytes (e4m3) as f16, the first in the low half.
+__device__ __forceinline__ u32 widen(u32 bytes) {
+    u32 both;
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.rn.f16x2.e4m3x2 %0, a;}" : "=r"(both) : "r"(bytes));
     return both;
 }
 
@@ -309,4 +260,25 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 __device__ __forceinline__ void store_transposed(u32 place, u32 first, u32 second) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(place), "r"(first), "r"(second)
                  : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit units, transposed; lane i names the place of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void load_transposed(u32 place, u32 (&units)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(units[0]), "=r"(units[1]), "=r"(units[2]), "=r"(units[3])
+                 : "r"(place)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_16_bytes(u32 place, u32 x, u32 y, u32 z, u32 w) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+// --- global memory ---------------------------------------------------------------------------------------
+
+// Add; what this CTA wrote before is seen by whoever reads the sum, what others wrote by this CTA.
+__device__ __forceinline__ int add_acquire_release(int* place, int x) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(place), "r"(x) : "memory");
+    return before;
 }
