@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-#: Bytes read between calls to empty the L2 cache; larger than that of any GPU so far (H200: 50 MiB). Read, not
+#: Bytes read between calls to empty the L2 cache; larger than that of any GPU so far (H200: 50 MiB). Not
 #: written: dirty lines would be written back during the timed call, and between the layers of a model it is
 #: weights that fill the cache.
 _FLUSH_BYTES = 256 * 2**20

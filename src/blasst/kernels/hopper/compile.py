@@ -22,6 +22,9 @@ FOLDER = Path(__file__).parent
 #: Options of every kernel. Contraction stays off: dense and threshold 0 must round alike.
 ARCH = "sm_90a"
 
+#: Shared memory that a CTA may have.
+SHARED_BYTES = 227 * 1024
+
 #: Bytes of the hash in front of a cubin on disk.
 _DIGEST = hashlib.sha256().digest_size
 
@@ -133,15 +136,14 @@ def checked(result: tuple[Any, ...]) -> Any:
 
 
 @cache
-def load_kernel(device: int, file: str, name: str, macros: tuple[tuple[str, int], ...], shared: int) -> Any:
-    """A kernel in the current context.
+def load_kernel(device: int, file: str, name: str, macros: tuple[tuple[str, int], ...]) -> Any:
+    """A kernel in the current context, allowed all the dynamic shared memory there is.
 
     Args:
         device: index of the current device (each has its own copy).
         file: CUDA file of this folder.
         name: of the kernel in it.
         macros: what the file needs defined.
-        shared: bytes of dynamic shared memory it will be launched with.
 
     Returns:
         CUfunction.
@@ -151,5 +153,5 @@ def load_kernel(device: int, file: str, name: str, macros: tuple[tuple[str, int]
     module = checked(driver.cuModuleLoadData(cached_cubin(file, dict(macros))))
     function = checked(driver.cuModuleGetFunction(module, name.encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    checked(driver.cuFuncSetAttribute(function, attribute, shared))
+    checked(driver.cuFuncSetAttribute(function, attribute, SHARED_BYTES))
     return function

@@ -13,7 +13,7 @@
 // in the order in which a thread finds them in its piece of a K row; rows of a bf16 Q are scaled by a power of two into
 // the range of f16.
 //
-// Compile-time: HEAD_DIM (64, 96, 128), BF16, FP8, ROWS (8 to 128), SKIP, MASS, KEY_STAGES, SLOTS, CTAS.
+// Compile-time: HEAD_DIM (64, 96, 128), BF16, FP8, ROWS (8 to 128), SKIP, MASS, SLOTS, CTAS.
 #include "ptx.cuh"
 
 #define kInfinity __int_as_float(0x7F800000)
@@ -36,10 +36,11 @@ constexpr u32 kTileBytes = kTileChunks * kTileChunkBytes;
 constexpr u32 kQueryChunkBytes = kRows * kRowBytes;
 constexpr u32 kQueryBytes = kChunks * kQueryChunkBytes;
 constexpr u32 kWeightBytes = kRows * kKeys * 2;
-constexpr int kStages = KEY_STAGES;
+constexpr int kMaxStages = 12;
 constexpr int kSlots = SLOTS;          // kept tiles whose P.V is still to come
 constexpr int kScores = kColumns / 2;  // registers of the scores of one tile, and of 64 rows of O^T
 constexpr int kOwn = kColumns / 4;     // rows of which a thread sees scores
+constexpr int kMaxSplits = 128;
 constexpr int kPart = HEAD_DIM + 4;    // of a row: O, base, sum, bound, base of the bound
 constexpr int kVoteBarrier = 1;        // 0 is __syncthreads
 // Exponents may exceed the base by this much (base 2) before it is raised: P must stay finite in its dtype.
@@ -47,7 +48,7 @@ constexpr float kHeadroom = BF16 && !FP8 ? 64.f : 12.f;
 constexpr float kNoBase = -1e30f;  // of a row that has seen nothing
 
 struct Shared {
-    u64 key_full[kStages], key_empty[kStages], value_full[kSlots], value_empty[kSlots];
+    u64 key_full[kMaxStages], key_empty[kMaxStages], value_full[kSlots], value_empty[kSlots];
     int raise[2];  // of even and odd tiles: tile + 1 if it lies above the base
     float maxima[4 * kGroups][kColumns];  // of each warp
     float sums[4 * kGroups][kColumns];
@@ -88,6 +89,7 @@ struct Params {
     int k_descale_stride_b, k_descale_stride_h, v_descale_stride_b, v_descale_stride_h;
     int num_kv_heads, group, tokens;
     int seqlen_k;
+    int stages;         // of the ring of K tiles, at most kMaxStages
     int splits;         // of the grid and the partial results
     int wanted_splits;  // of a long sequence
     int min_tiles;      // of a split
@@ -104,8 +106,8 @@ namespace {
 struct Ring {
     int stage = 0;
     u32 phase = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage == kStages) {
+    __device__ __forceinline__ void next(const Params& p) {
+        if (++stage == p.stages) {
             stage = 0;
             phase ^= 1;
         }
@@ -397,7 +399,7 @@ struct Consumer {
         wgmma_wait<0>();
         pin(s);
         if (lane() == 0) barrier_arrive(shared_address(&shared.key_empty[ring.stage]));
-        ring.next();
+        ring.next(p);
     }
 
     // From products to scores: scale of fp8, softcap, masks.
@@ -433,7 +435,6 @@ struct Consumer {
 
     // Maxima over all keys of the warpgroup, from those of the threads.
     __device__ __forceinline__ void share_maxima(float (&top)[kOwn]) const {
-        meet();  // the last ones have been read
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) {
             const float x = keys_max(top[own]);
@@ -478,11 +479,6 @@ struct Consumer {
         barrier_wait(shared_address(&shared.value_full[done % kSlots]), done / kSlots % 2);
     }
 
-    // K of the anchors goes into the slots, which V does not need yet, so that the ring can begin with the split.
-    __device__ __forceinline__ void fetch_anchors() {
-        for (; issued < min(job.anchors, kSlots); ++issued) fetch(&p.k, kKeepInCache, job.anchor(issued));
-    }
-
     // Scores of the anchors: the bound of every row.
     __device__ __forceinline__ void look_at_anchors() {
         float top[kOwn];
@@ -493,29 +489,37 @@ struct Consumer {
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) mass[own] = 0.f;
 #endif
+        issued = min(job.anchors, kSlots);  // the producer fetched them
+        // The first ones together: what is not there is multiplied too, and not looked at.
+        constexpr int kTogether = kColumns > 16 ? 1 : kSlots;
         while (done < job.anchors) {
-            float s[kScores];
-            wait_for_slot();
-            multiply_keys(values + done % kSlots * kTileBytes, s);
+            float s[kTogether][kScores];
+            const int count = min(job.anchors - done, kTogether), first = done;
+            for (int i = 0; i < count; ++i, ++done) wait_for_slot();
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) multiply_keys(values + (first + i) % kSlots * kTileBytes, s[i]);
             wgmma_wait<0>();
-            pin(s);
-            finish_scores(job.anchor(done), s);
-            ++done;
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) pin(s[i]);
             if (issued < job.anchors) {
-                meet();  // nobody reads the slot any more
-                fetch(&p.k, kKeepInCache, job.anchor(issued));
-                ++issued;
+                meet();  // nobody reads the slots any more
+                for (; issued < min(job.anchors, done + kSlots); ++issued) fetch(&p.k, kKeepInCache, job.anchor(issued));
             }
 #pragma unroll
-            for (int own = 0; own < kOwn; ++own) {
-                const float now = max_or_nan(top[own], max_or_nan(of(s, own, 0), of(s, own, 1)));
+            for (int i = 0; i < kTogether; ++i) {
+                if (i >= count) break;
+                finish_scores(job.anchor(first + i), s[i]);
+#pragma unroll
+                for (int own = 0; own < kOwn; ++own) {
+                    const float now = max_or_nan(top[own], max_or_nan(of(s[i], own, 0), of(s[i], own, 1)));
 #if MASS
-                const float from = __fmul_rn(finite(now), p.scale_log2);
-                mass[own] = __fmaf_rn(mass[own], exp2_fast(__fmaf_rn(top[own], p.scale_log2, -from)),
-                                      exp2_fast(__fmaf_rn(of(s, own, 0), p.scale_log2, -from)) +
-                                          exp2_fast(__fmaf_rn(of(s, own, 1), p.scale_log2, -from)));
+                    const float from = __fmul_rn(finite(now), p.scale_log2);
+                    mass[own] = __fmaf_rn(mass[own], exp2_fast(__fmaf_rn(top[own], p.scale_log2, -from)),
+                                          exp2_fast(__fmaf_rn(of(s[i], own, 0), p.scale_log2, -from)) +
+                                              exp2_fast(__fmaf_rn(of(s[i], own, 1), p.scale_log2, -from)));
 #endif
-                top[own] = now;
+                    top[own] = now;
+                }
             }
         }
 #if MASS
@@ -624,7 +628,7 @@ struct Consumer {
         float top[kOwn];
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) top[own] = max_or_nan(of(s, own, 0), of(s, own, 1));
-        share_maxima(top);
+        share_maxima(top);  // drain_all has met: the last ones have been read
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) {
             const float now = max_or_nan(base[own], __fmul_rn(top[own], p.scale_log2));
@@ -714,7 +718,7 @@ struct Consumer {
         if (issued - done == kSlots) drain();
 #endif
         begin_scores(tile + 1, next);
-#if MASS
+#if MASS || (FP8 && ROWS > 64)  // the vote has branches, or its registers are not there
         end_scores(next);
         const bool dead = vote(tile, s);
 #else
@@ -784,9 +788,6 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void run() {
-#if SKIP
-        fetch_anchors();
-#endif
         load_queries(p, shared, job, query - w * kColumns * kRowBytes);
         meet();
 #pragma unroll
@@ -817,15 +818,21 @@ struct Consumer {
     }
 };
 
-// Fetch K of the split, and in a dense build V.
+// Fetch K of the first anchors and of the split; a dense build needs no anchors, and V of every tile.
 __device__ __forceinline__ void produce(const Params& p, Shared& shared, const Job& job, u32 keys, u32 values) {
     const int lane = threadIdx.x % 32;
     Ring ring;
-#if !SKIP
+#if SKIP
+    // K of the anchors goes into the slots, which V does not need yet.
+    for (int i = 0; i < min(job.anchors, kSlots); ++i) {
+        load_tile(p, &p.k, kKeepInCache, job, job.anchor(i), values + i * kTileBytes,
+                  shared_address(&shared.value_full[i]), lane);
+    }
+#else
     int slot = 0;
     u32 slot_phase = 0;
 #endif
-    for (int tile = job.begin; tile < job.end; ++tile, ring.next()) {
+    for (int tile = job.begin; tile < job.end; ++tile, ring.next(p)) {
         barrier_wait(shared_address(&shared.key_empty[ring.stage]), ring.phase ^ 1);
         load_tile(p, &p.k, kPassThrough, job, tile, keys + ring.stage * kTileBytes,
                   shared_address(&shared.key_full[ring.stage]), lane);
@@ -868,26 +875,28 @@ __device__ __forceinline__ void combine(const Params& p, const Job& job, float* 
         const int query_head = job.kv_head * p.group + r % p.group;
         const float sink = p.sinks != nullptr ? p.sinks[query_head] : -kInfinity;
         const float sink_log2 = sink / p.unit * p.scale_log2;
-        float top = sink_log2;
-        for (int split = lane; split < splits; split += 32) {
-            float end[4];
-            read_partial(parts + split * stride + r * kPart + HEAD_DIM, end);
-            top = max_or_nan(top, end[0]);
+        float end[kMaxSplits / 32][4];  // base, sum, bound, its base
+#pragma unroll
+        for (int i = 0; i < kMaxSplits / 32; ++i) {
+            end[i][0] = kNoBase;
+            end[i][1] = end[i][2] = end[i][3] = 0.f;
+            if (32 * i + lane < splits) read_partial(parts + (32 * i + lane) * stride + r * kPart + HEAD_DIM, end[i]);
         }
+        float top = sink_log2, sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < kMaxSplits / 32; ++i) top = max_or_nan(top, end[i][0]);
         for (int other = 16; other > 0; other /= 2) top = max_or_nan(top, __shfl_xor_sync(0xFFFFFFFF, top, other));
-        float sum = 0.f;
 #if MASS
-        float bound = 0.f, bound_base = top;
+        float bound = 0.f;
+        const float bound_base = __shfl_sync(0xFFFFFFFF, end[0][3], 0);
 #endif
-        for (int split = lane; split < splits; split += 32) {
-            float end[4];
-            read_partial(parts + split * stride + r * kPart + HEAD_DIM, end);
-            const float factor = exp2_fast(end[0] - top);
-            factors[r * splits + split] = factor;
-            sum = __fmaf_rn(end[1], factor, sum);
+#pragma unroll
+        for (int i = 0; i < kMaxSplits / 32; ++i) {
+            const float factor = exp2_fast(end[i][0] - top);
+            if (32 * i + lane < splits) factors[r * splits + 32 * i + lane] = factor;
+            sum = __fmaf_rn(end[i][1], factor, sum);
 #if MASS
-            bound += end[2];
-            bound_base = end[3];
+            bound += end[i][2];
 #endif
         }
         for (int other = 16; other > 0; other /= 2) {
@@ -955,14 +964,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) decode(const __grid
     if (job.split >= job.splits) return;
     const u32 query = shared_address(memory);
     const u32 keys = query + (kQueryBytes + 1023) / 1024 * 1024;
-    const u32 values = keys + kStages * kTileBytes;
+    const u32 values = keys + p.stages * kTileBytes;
     const u32 weights = values + kSlots * kTileBytes;
     Shared& shared = *reinterpret_cast<Shared*>(memory + (weights - query) + kSlots * kWeightBytes);
     if (threadIdx.x == 0) {
         tma_prefetch(&p.k);
         tma_prefetch(&p.v);
         if (query % 1024 != 0) __trap();
-        for (int i = 0; i < kStages; ++i) {
+        for (int i = 0; i < p.stages; ++i) {
             barrier_init(shared_address(&shared.key_full[i]), 1);
             barrier_init(shared_address(&shared.key_empty[i]), 4 * kGroups);
         }

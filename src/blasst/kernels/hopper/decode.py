@@ -20,10 +20,10 @@ KEY_TILE = 64
 
 #: Query rows (query heads of a KV head x new tokens) that a build holds.
 ROWS = (8, 16, 32, 64, 128)
-#: Builds up to these rows run as two CTAs on a multiprocessor: one works while the other starts or ends.
+#: Builds up to these rows let two CTAs share a multiprocessor: one works while the other starts or ends.
 _TWO_CTAS_ROWS = 32
 
-#: CTAs that one long sequence should give: as many as an H200 runs at once.
+#: CTAs that one long sequence should give: one for each multiprocessor of an H200.
 _CTAS = 132
 _MAX_SPLITS = 128
 #: Key tiles below which a split is not worth its anchors.
@@ -33,7 +33,7 @@ _MIN_TILES = 8
 _SHARED_BYTES = 228 * 1024
 _CTA_BYTES = 1024
 _SLOTS = 3
-_MAX_STAGES = 8
+_MAX_STAGES = 12
 
 _MAX_BATCH = 65535  # the grid's third axis
 
@@ -76,6 +76,7 @@ _INTEGERS = (
     "group",
     "tokens",
     "seqlen_k",
+    "stages",
     "splits",
     "wanted_splits",
     "min_tiles",
@@ -130,7 +131,7 @@ def build(
         skip: whether it skips.
         mass: whether it knows the mass bound (and the budget).
     """
-    defined = {
+    return {
         "HEAD_DIM": head_dim,
         "BF16": int(dtype == torch.bfloat16),
         "FP8": int(fp8),
@@ -139,10 +140,13 @@ def build(
         "MASS": int(mass),
         "SLOTS": _SLOTS,
         "CTAS": 2 if rows <= _TWO_CTAS_ROWS else 1,
-        "KEY_STAGES": 0,
     }
-    free = _SHARED_BYTES // defined["CTAS"] - _CTA_BYTES - shared_bytes(defined)
-    return defined | {"KEY_STAGES": min(free // _tile_bytes(defined), _MAX_STAGES)}
+
+
+def stages(defined: dict[str, int], ctas: int) -> int:
+    """Depth of the ring of K tiles where so many CTAs share a multiprocessor."""
+    free = _SHARED_BYTES // ctas - _CTA_BYTES - shared_bytes(defined, 0)
+    return min(free // _tile_bytes(defined), _MAX_STAGES)
 
 
 def builds() -> Iterator[dict[str, int]]:
@@ -157,12 +161,12 @@ def _tile_bytes(defined: dict[str, int]) -> int:
     return KEY_TILE * ROW_BYTES * (1 if defined["FP8"] else num_tiles(defined["HEAD_DIM"], CHUNK))
 
 
-def shared_bytes(defined: dict[str, int]) -> int:
-    """Dynamic shared memory of a build."""
+def shared_bytes(defined: dict[str, int], depth: int) -> int:
+    """Dynamic shared memory of a build with so many K tiles in the ring."""
     rows = defined["ROWS"]
     queries = -(-num_tiles(defined["HEAD_DIM"], CHUNK) * rows * CHUNK * 2 // 1024) * 1024
     weights = defined["SLOTS"] * rows * KEY_TILE * 2
-    tiles = (defined["KEY_STAGES"] + defined["SLOTS"]) * _tile_bytes(defined)
+    tiles = (depth + defined["SLOTS"]) * _tile_bytes(defined)
     return queries + tiles + weights + state_bytes(defined)
 
 
@@ -174,7 +178,7 @@ def threads(defined: dict[str, int]) -> int:
 def state_bytes(defined: dict[str, int]) -> int:
     """Upper bound of struct Shared: barriers, then floats of each row."""
     per_row = 4 + 4 + 2 * defined["FP8"] + 16 * defined["MASS"]
-    return 256 + 4 * per_row * defined["ROWS"]
+    return 512 + 4 * per_row * defined["ROWS"]
 
 
 def macros(problem: AttentionProblem) -> dict[str, int]:
@@ -191,16 +195,22 @@ def macros(problem: AttentionProblem) -> dict[str, int]:
     )
 
 
-def wanted_splits(num_kv_heads: int, ctas: int) -> int:
+def wanted_splits(num_kv_heads: int) -> int:
     """Splits of a long sequence.
 
-    A function of the KV heads and the build alone: what a sequence gives does not depend on its neighbours.
+    A function of the KV heads alone: what a sequence gives does not depend on its neighbours.
     """
-    return max(1, min(ctas * _CTAS // num_kv_heads, _MAX_SPLITS))
+    return max(1, min(_CTAS // num_kv_heads, _MAX_SPLITS))
 
 
 def _parameters(
-    problem: AttentionProblem, outputs: Outputs, partial: Tensor, arrivals: Tensor, splits: int, wanted: int
+    problem: AttentionProblem,
+    outputs: Outputs,
+    partial: Tensor,
+    arrivals: Tensor,
+    depth: int,
+    splits: int,
+    wanted: int,
 ) -> tuple[_Params, list[Tensor | None]]:
     """Arguments of the kernel, and tensors that must live until it is launched."""
     index = [dense(x) for x in (problem.sinks, problem.seqused_k, problem.leftpad_k, problem.block_table)]
@@ -245,6 +255,7 @@ def _parameters(
         group=problem.num_heads // problem.num_kv_heads,
         tokens=q.shape[1],
         seqlen_k=problem.max_seqlen_k,
+        stages=depth,
         splits=splits,
         wanted_splits=wanted,
         min_tiles=_MIN_TILES,
@@ -273,17 +284,18 @@ def run(problem: AttentionProblem) -> AttentionOutput:
     """Launch on the current stream of q's device."""
     device = problem.q.device
     defined = macros(problem)
-    wanted = wanted_splits(problem.num_kv_heads, defined["CTAS"])
+    wanted = wanted_splits(problem.num_kv_heads)
     # Of the longest sequence, whose tiles begin at its first key: one more may be touched.
     splits = min(wanted, num_tiles(num_tiles(problem.max_seqlen_k, KEY_TILE) + 1, _MIN_TILES))
     heads = problem.batch_size * problem.num_kv_heads
+    depth = stages(defined, defined["CTAS"] if heads * splits > _CTAS else 1)
     rows = problem.max_seqlen_q * (problem.num_heads // problem.num_kv_heads)
     with torch.cuda.device(device):
         outputs = allocate(problem, DECODE_TILE)
         size = heads * splits * rows * (problem.head_dim + 4)
         partial = torch.empty(size, dtype=torch.float32, device=device)
         arrivals = _zeros(heads, device)
-        params, _alive = _parameters(problem, outputs, partial, arrivals, splits, wanted)
+        params, _alive = _parameters(problem, outputs, partial, arrivals, depth, splits, wanted)
         grid = problem.num_kv_heads, splits, problem.batch_size
-        start(FILE, "decode", defined, shared_bytes(defined), grid, threads(defined), params)
+        start(FILE, "decode", defined, shared_bytes(defined, depth), grid, threads(defined), params)
     return outputs.result(problem)

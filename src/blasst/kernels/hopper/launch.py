@@ -114,7 +114,7 @@ def start(
     from cuda.bindings import driver
 
     device = torch.cuda.current_device()
-    kernel = load_kernel(device, file, name, tuple(sorted(defined.items())), shared)
+    kernel = load_kernel(device, file, name, tuple(sorted(defined.items())))
     arguments: Any = (ctypes.c_void_p * 1)(ctypes.addressof(params))
     stream = torch.cuda.current_stream(device).cuda_stream
     checked(

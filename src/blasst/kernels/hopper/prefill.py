@@ -13,6 +13,7 @@ from torch import Tensor
 from blasst.core.problem import AttentionProblem
 from blasst.core.types import PREFILL_TILE, AttentionOutput, num_tiles
 from blasst.kernels.hopper import DTYPES, HEAD_DIMS
+from blasst.kernels.hopper.compile import SHARED_BYTES
 from blasst.kernels.hopper.launch import CHUNK, dense, map_of, pointer, score_arguments, start
 from blasst.kernels.triton.launch import Outputs, allocate, flags
 
@@ -26,7 +27,6 @@ _SECTION_BYTES = 32 * 2**20
 
 #: Barriers, work slots and tile descriptions, rounded up.
 _STATE_BYTES = 1024
-_SHARED_BYTES = 227 * 1024
 _MAX_STAGES = 6
 
 
@@ -94,7 +94,7 @@ def _parts(head_dim: int, **rule: Any) -> int:
 def build(head_dim: int, dtype: torch.dtype, *, paged: bool = False, **rule: Any) -> dict[str, int]:
     """What a build defines; rule holds SKIP, MASS, BUDGET and SOFTCAP."""
     tile_bytes = num_tiles(head_dim, CHUNK) * CHUNK * 2 * KEY_TILE
-    stages = (_SHARED_BYTES - _STATE_BYTES - tile_bytes) // (2 * tile_bytes)
+    stages = (SHARED_BYTES - _STATE_BYTES - tile_bytes) // (2 * tile_bytes)
     return {
         "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim,
