@@ -26,7 +26,7 @@ constexpr int kColumns = kRows / kGroups;    // rows of a warpgroup: columns of 
 constexpr int kConsumers = 128 * kGroups;
 // Two warpgroups of 64 rows need more registers than 168: then the producer warp brings a warpgroup that lends its own.
 constexpr int kThreads = kConsumers + (kGroups == 2 ? 128 : 32);
-constexpr int kLaunchRegisters = 168, kProducerRegisters = 24, kConsumerRegisters = 240;
+constexpr int kLaunchRegisters = 168, kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kKeys = 64;
 constexpr int kRowBytes = 128;                              // of a chunk of a row in shared memory
 constexpr int kChunks = (HEAD_DIM + 63) / 64;               // of Q, and of O^T
@@ -42,16 +42,26 @@ constexpr int kScores = kColumns / 2;  // registers of the scores of one tile, a
 constexpr int kOwn = kColumns / 4;     // rows of which a thread sees scores
 constexpr int kMaxSplits = 128;
 constexpr int kPart = HEAD_DIM + 4;    // of a row: O, base, sum, bound, base of the bound
+[[maybe_unused]] constexpr int kLeaders = 8;  // one split of so many fetches the anchors at once
 constexpr int kVoteBarrier = 1;        // 0 is __syncthreads
 // Exponents may exceed the base by this much (base 2) before it is raised: P must stay finite in its dtype.
 constexpr float kHeadroom = BF16 && !FP8 ? 64.f : 12.f;
+// Tiles by which P.V follows: one slot is free at every vote. A dense build fetches V ahead instead.
+constexpr int kLag = SKIP ? kSlots - 2 : 0;
 constexpr float kNoBase = -1e30f;  // of a row that has seen nothing
+
+// Keys from `low` to before `high`.
+struct Range {
+    int low, high;
+    __device__ __forceinline__ int overlap(int begin, int end) const { return max(min(high, end) - max(low, begin), 0); }
+};
 
 struct Shared {
     u64 key_full[kMaxStages], key_empty[kMaxStages], value_full[kSlots], value_empty[kSlots];
     int raise[2];  // of even and odd tiles: tile + 1 if it lies above the base
     float maxima[4 * kGroups][kColumns];  // of each warp
     float sums[4 * kGroups][kColumns];
+    Range sight[kRows];  // keys that a row sees; none if there is no such row
 #if MASS
     float groups[4 * kGroups][4][kColumns];  // maxima of 8 keys, half of them in the neighbouring warp
 #endif
@@ -114,12 +124,6 @@ struct Ring {
     }
 };
 
-// Keys from `low` to before `high`.
-struct Range {
-    int low, high;
-    __device__ __forceinline__ int overlap(int begin, int end) const { return max(min(high, end) - max(low, begin), 0); }
-};
-
 // What a CTA works on; the same for all its threads.
 struct Job {
     int sequence, kv_head, split, splits;
@@ -175,6 +179,7 @@ struct Job {
     // Keys that a row sees.
     __device__ __forceinline__ Range sight(const Params& p, int row) const {
         const int position = keys - p.tokens + row / p.group;
+        if (row >= p.tokens * p.group) return {0, 0};
         return {max(position - p.window_left, 0), min(position + p.window_right + 1, keys)};
     }
     // Whether some row does not see some key of the tile.
@@ -243,9 +248,10 @@ __device__ __forceinline__ void read_query(const Params& p, const Job& job, int 
                  : "l"(place));
 }
 
-// Q of all rows, swizzled; by the consumers.
+// Q of all rows, swizzled, and what they see; by the consumers.
 __device__ __forceinline__ void load_queries(const Params& p, Shared& shared, const Job& job, u32 query) {
     constexpr int kPieces = HEAD_DIM / 8;  // of 16 bytes
+    for (int r = threadIdx.x; r < kRows; r += kConsumers) shared.sight[r] = job.sight(p, r);
 #if FP8
     float k_descale = 1.f;
     if (p.k_descale != nullptr) {
@@ -424,7 +430,7 @@ struct Consumer {
     __device__ __forceinline__ void mask(int tile, float (&s)[kScores]) const {
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) {
-            const Range sight = job.sight(p, row(own));
+            const Range sight = shared.sight[row(own)];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int k = tile * kKeys + key(half);
@@ -543,7 +549,7 @@ struct Consumer {
             const float maximum = shared_maximum(thread());
             mine.cut = maximum + cut;
             mine.base = __fmul_rn(finite(maximum), p.scale_log2);
-            mine.sight = r < rows() ? job.sight(p, r) : Range{0, 0};
+            mine.sight = shared.sight[r];
             float whole = shared_sum(thread());
             if (p.sinks != nullptr && r < rows()) {
                 const float logit = p.sinks[job.kv_head * p.group + r % p.group] / p.unit;
@@ -617,18 +623,12 @@ struct Consumer {
         ++done;
     }
 
-    __device__ __forceinline__ void drain_all() {
-        meet();  // the last weights are there
-        while (done < issued) drain();
-    }
-
     // A kept tile lies far above the base, as the first one does: everything so far is put relative to its maximum.
     __device__ __forceinline__ void raise(const float (&s)[kScores]) {
-        drain_all();
         float top[kOwn];
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) top[own] = max_or_nan(of(s, own, 0), of(s, own, 1));
-        share_maxima(top);  // drain_all has met: the last ones have been read
+        share_maxima(top);  // a vote lies between this and the last time
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) {
             const float now = max_or_nan(base[own], __fmul_rn(top[own], p.scale_log2));
@@ -714,11 +714,8 @@ struct Consumer {
             over |= __fmaf_rn(top, p.scale_log2, -base[own]) > kHeadroom && row(own) < rows();
         }
         if (over) shared.raise[tile % 2] = tile + 1;
-#if SKIP
-        if (issued - done == kSlots) drain();
-#endif
         begin_scores(tile + 1, next);
-#if MASS || (FP8 && ROWS > 64)  // the vote has branches, or its registers are not there
+#if MASS || ROWS > 64  // the vote has branches, or its registers are not there
         end_scores(next);
         const bool dead = vote(tile, s);
 #else
@@ -736,12 +733,13 @@ struct Consumer {
         }
 #if SKIP
         fetch(&p.v, kPassThrough, tile);
-#else
-        if (issued > done) drain();  // V comes without being asked for, and its slot is wanted
 #endif
         if (p.kept != nullptr && threadIdx.x == 0) p.kept[job.head(p) * p.key_tiles + tile] = 1;
         if (p.guard_values && (tile + 1) * kKeys > job.keys) ragged = issued;
-        if (shared.raise[tile % 2] == tile + 1) raise(s);
+        // Nobody fills a drained slot before the next vote, and the weights of earlier tiles are there since this one.
+        const bool above = shared.raise[tile % 2] == tile + 1;
+        while (issued - done > (above ? 0 : kLag)) drain();
+        if (above) raise(s);
         const u32 place = weights + issued % kSlots * kWeightBytes;
 #pragma unroll
         for (int i = 0; i < kColumns / 8; ++i) {
@@ -809,7 +807,8 @@ struct Consumer {
         begin_scores(job.begin, next);
         end_scores(next);
         for (int tile = job.begin; tile < job.end; ++tile) step(tile, next);
-        drain_all();
+        meet();  // the last weights are there
+        while (done < issued) drain();
         store_partial();
         if (p.skipped != nullptr && threadIdx.x == 0) {
             atomicAdd(reinterpret_cast<u64*>(p.skipped + job.head(p)), static_cast<u64>(skipped));
@@ -823,16 +822,25 @@ __device__ __forceinline__ void produce(const Params& p, Shared& shared, const J
     const int lane = threadIdx.x % 32;
     Ring ring;
 #if SKIP
-    // K of the anchors goes into the slots, which V does not need yet.
-    for (int i = 0; i < min(job.anchors, kSlots); ++i) {
-        load_tile(p, &p.k, kKeepInCache, job, job.anchor(i), values + i * kTileBytes,
-                  shared_address(&shared.value_full[i]), lane);
-    }
+    // K of the anchors goes into the slots, which V does not need yet. All CTAs of a head want the same: most of them ask
+    // when a few have brought it into the cache.
+    const int anchors_at = job.split % kLeaders == 0 ? job.begin : min(job.begin + 2, job.end);
 #else
     int slot = 0;
     u32 slot_phase = 0;
 #endif
-    for (int tile = job.begin; tile < job.end; ++tile, ring.next(p)) {
+    for (int tile = job.begin; tile <= job.end; ++tile, ring.next(p)) {
+#if SKIP
+        if (tile == anchors_at) {
+            if (tile > job.begin) barrier_wait(shared_address(&shared.key_full[0]), 0);
+            for (int i = 0; i < min(job.anchors, kSlots); ++i) {
+                load_tile(p, &p.k, kKeepInCache, job, job.anchor(i), values + i * kTileBytes,
+                          shared_address(&shared.value_full[i]), lane);
+                __syncwarp();
+            }
+        }
+#endif
+        if (tile == job.end) break;
         barrier_wait(shared_address(&shared.key_empty[ring.stage]), ring.phase ^ 1);
         load_tile(p, &p.k, kPassThrough, job, tile, keys + ring.stage * kTileBytes,
                   shared_address(&shared.key_full[ring.stage]), lane);
@@ -940,7 +948,7 @@ __device__ __forceinline__ void combine(const Params& p, const Job& job, float* 
                 }
             }
         }
-#pragma unroll 16
+#pragma unroll 4
         for (; split < splits; ++split) {
             float y[4];
             read_partial(source + split * stride, y);

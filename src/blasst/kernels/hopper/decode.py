@@ -23,7 +23,8 @@ ROWS = (8, 16, 32, 64, 128)
 #: Builds up to these rows let two CTAs share a multiprocessor: one works while the other starts or ends.
 _TWO_CTAS_ROWS = 32
 
-#: CTAs that one long sequence should give: one for each multiprocessor of an H200.
+#: Multiprocessors of an H200, and CTAs that one long sequence should give. Fixed: results do not depend on the GPU.
+_PROCESSORS = 132
 _CTAS = 132
 _MAX_SPLITS = 128
 #: Key tiles below which a split is not worth its anchors.
@@ -177,7 +178,7 @@ def threads(defined: dict[str, int]) -> int:
 
 def state_bytes(defined: dict[str, int]) -> int:
     """Upper bound of struct Shared: barriers, then floats of each row."""
-    per_row = 4 + 4 + 2 * defined["FP8"] + 16 * defined["MASS"]
+    per_row = 4 + 4 + 2 + 2 * defined["FP8"] + 16 * defined["MASS"]
     return 512 + 4 * per_row * defined["ROWS"]
 
 
@@ -288,7 +289,7 @@ def run(problem: AttentionProblem) -> AttentionOutput:
     # Of the longest sequence, whose tiles begin at its first key: one more may be touched.
     splits = min(wanted, num_tiles(num_tiles(problem.max_seqlen_k, KEY_TILE) + 1, _MIN_TILES))
     heads = problem.batch_size * problem.num_kv_heads
-    depth = stages(defined, defined["CTAS"] if heads * splits > _CTAS else 1)
+    depth = stages(defined, defined["CTAS"] if heads * splits > _PROCESSORS else 1)
     rows = problem.max_seqlen_q * (problem.num_heads // problem.num_kv_heads)
     with torch.cuda.device(device):
         outputs = allocate(problem, DECODE_TILE)
