@@ -38,7 +38,7 @@ def quantize(x: Tensor, descale: Tensor | None) -> Tensor:
         descale: float32 (batch, num_kv_heads), or None = 1.
     """
     x = x.float() if descale is None else x.float() / descale[:, None, :, None]
-    largest = torch.finfo(FP8).max
+    largest = torch.finfo(FP8).max  # older versions of torch make NaN of what lies beyond
     return x.clamp(-largest, largest).to(FP8)
 
 
