@@ -28,6 +28,7 @@ TYPES = {
     torch.float32: "fp32",
     torch.int32: "i32",
     torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 TYPES[torch.int64] = "i64"
 
@@ -75,13 +76,13 @@ def compile_launch(one: launch.Launch, arch: int, folder) -> Compiled:
 
 
 def problem(
-    phase, dims, threshold=0.1, *, heads=(8, 2), rows=None, page_size=None, **options
+    phase, dims, threshold=0.1, *, heads=(8, 2), rows=None, page_size=None, cache=torch.bfloat16, **options
 ) -> AttentionProblem:
     """A small problem whose launches are compiled, not run."""
     rows = rows or (128 if phase == "prefill" else 1)
     q = torch.empty(2, rows, heads[0], dims[0], dtype=torch.bfloat16)
-    k = torch.empty(2, page_size or 4096, heads[1], dims[0], dtype=torch.bfloat16)
-    v = k[..., : dims[1]] if dims == (576, 512) else torch.empty(*k.shape[:-1], dims[1], dtype=torch.bfloat16)
+    k = torch.empty(2, page_size or 4096, heads[1], dims[0], dtype=cache)
+    v = k[..., : dims[1]] if dims == (576, 512) else torch.empty(*k.shape[:-1], dims[1], dtype=cache)
     fields = dict.fromkeys(
         ("sinks", "max_skipped_mass", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k")
     )
@@ -151,6 +152,27 @@ def test_default_decode_has_no_spills_and_fits(arch, dims, heads, rows, tmp_path
 def test_other_configurations_compile_and_fit(arch, phase, dims, options, tmp_path):
     for one in launches_of(problem(phase, dims, **options), arch):
         assert compile_launch(one, arch, tmp_path).shared <= SHARED_MEMORY[arch]
+
+
+@pytest.mark.parametrize(
+    ("arch", "phase", "dims", "options"),
+    [
+        (89, "decode", (128, 128), {"heads": (32, 8)}),
+        (90, "decode", (128, 128), {"heads": (32, 8), "page_size": 64}),
+        (90, "decode", (128, 128), {"heads": (8, 1), "rows": 8, "softcap": 30.0}),
+        (90, "decode", (576, 512), {"heads": (16, 1)}),
+        (100, "decode", (64, 64), {}),
+        (90, "prefill", (128, 128), {"page_size": 16}),
+        (100, "prefill", (256, 256), {}),
+    ],
+)
+def test_an_fp8_cache_compiles_and_fits(arch, phase, dims, options, tmp_path):
+    scale = torch.ones(1).expand(2, options.get("heads", (8, 2))[1])
+    call = problem(phase, dims, cache=torch.float8_e4m3fn, k_descale=scale, v_descale=scale, **options)
+    for one in launches_of(call, arch):
+        made = compile_launch(one, arch, tmp_path)
+        assert made.shared <= SHARED_MEMORY[arch], made
+        assert made.local == 0 or phase == "prefill", made
 
 
 def test_lengths_thresholds_and_strides_share_a_compilation():

@@ -18,6 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 
 from blasst import blasst_attn_func, blasst_attn_varlen_func, blasst_attn_with_kvcache
+from blasst.core.cache import quantize
 from blasst.core.errors import UnsupportedError
 from blasst.core.problem import AttentionProblem
 from blasst.core.reference import reference_attention, run_reference
@@ -377,7 +378,115 @@ def test_rows_too_far_apart_for_32_bits_are_reached():
         assert torch.equal(decode.run(problem).out, plain.out)
 
 
+def fp8_problem(phase, rows, threshold, *, head_dim=16, seqlen_k=700, heads=(4, 2), **options):
+    """A problem whose cache is in fp8, with a scale for each KV head of 2 sequences."""
+    shape = (2, rows, seqlen_k, *heads, head_dim)
+    inputs = heavy_tailed_inputs(*shape, dtype=torch.float16, seed=20, block=128)
+    scales = torch.tensor([[0.2, 0.01], [0.35, 0.02]])[:, None].expand(2, heads[1], 2)  # strided
+    k_scale, v_scale = scales.unbind(-1)
+    inputs = inputs._replace(k=quantize(inputs.k, k_scale), v=quantize(inputs.v, v_scale))
+    options = {"k_descale": k_scale, "v_descale": v_scale} | options
+    return problem_of(inputs, phase, threshold, **options)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize(("arch", "head_dim"), [((8, 9), 32), ((9, 0), 144), ((10, 0), 32)])
+def test_an_fp8_cache_equals_the_reference(arch, phase, head_dim, monkeypatch):
+    monkeypatch.setattr(prefill, "capability", lambda device: arch)
+    monkeypatch.setattr(decode, "capability", lambda device: arch)
+    rows = 2 if phase == "decode" else 70
+    got = compare(fp8_problem(phase, rows, 0.05, head_dim=head_dim, seqlen_k=450))
+    assert got.out.dtype == torch.float16
+    assert int(got.counts.skipped.sum()) > 0
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 20.0},
+        {"sinks": torch.tensor([0.5, -1.0, 3.0, -math.inf])},
+        {"threshold": 1.0, "max_skipped_mass": 0.05},
+        {"window_size": (300, 0)},
+        {"k_descale": None},
+        {"v_descale": None},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options_with_an_fp8_cache(phase, options):
+    options = {"threshold": 0.05, **options}
+    got = compare(fp8_problem(phase, 3 if phase == "decode" else 70, **options), NEAR)
+    assert int(got.counts.skipped.sum()) > 0
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_pages_in_fp8_equal_the_contiguous_cache(phase, page_size):
+    rows = 2 if phase == "decode" else 40
+    used = torch.tensor([497, 70], dtype=torch.int32)
+    options = {"seqused_k": used, "max_seqlen_k": 500}
+    problem = fp8_problem(phase, rows, 0.05, seqlen_k=500, **options)
+    plain = compare(problem)
+    (pages_k, table), (pages_v, _) = (
+        pages_from(x.float(), page_size, fill=math.nan) for x in (problem.k, problem.v)
+    )
+    pages = {"k": pages_k.to(problem.k.dtype), "v": pages_v.to(problem.v.dtype), "block_table": table}
+    got = compare(dataclasses.replace(problem, **pages))
+    assert torch.equal(got.out, plain.out)
+    assert torch.equal(got.kept_tiles, plain.kept_tiles)
+    assert int(got.counts.skipped.sum()) > 0
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_the_scale_of_fp8_keys_decides_what_is_skipped(phase):
+    problem = fp8_problem(phase, 2 if phase == "decode" else 64, 0.002)
+    skipped = []
+    for scale in (0.2, 0.05):
+        got = compare(dataclasses.replace(problem, k_descale=torch.tensor(scale).expand(2, 2)))
+        skipped.append(int(got.counts.skipped.sum()))
+    assert 0 < skipped[1] < skipped[0]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_nan_in_fp8_keys_keeps_tiles_and_in_fp8_values_reaches_only_rows_that_see_it(phase):
+    rows = 5 if phase == "decode" else 64
+    problem = fp8_problem(phase, rows, 0.05, heads=(2, 1))
+    clean = compare(problem)
+    size = 64 if phase == "decode" else 128
+    gone = int((~clean.kept_tiles[0, 0, 0]).nonzero()[0])
+    problem.v.view(torch.uint8)[0, 697, 0, 3] = 0x7F
+    got = compare(problem)
+    assert torch.equal(got.out[0, :, 0, 3].isnan(), torch.arange(rows) + 700 - rows >= 697)
+    problem.k.view(torch.uint8)[0, gone * size + 1, 0, 1] = 0xFF
+    got = compare(dataclasses.replace(problem, want_mass_bound=False))
+    assert bool(got.kept_tiles[0, 0, 0, gone])
+
+
+def test_latent_values_inside_fp8_keys():
+    problem = fp8_problem("decode", 2, 0.05, head_dim=576, seqlen_k=400, heads=(20, 1))
+    got = compare(dataclasses.replace(problem, v=problem.k[..., :512]))
+    apart = compare(
+        dataclasses.replace(problem, v=problem.k[..., :512].view(torch.uint8).clone().view(problem.k.dtype))
+    )
+    assert torch.equal(got.out, apart.out)
+    assert int(got.counts.skipped.sum()) > 0
+
+
+def test_an_fp8_cache_through_the_public_function():
+    problem = fp8_problem("decode", 1, 0.05)
+    new = [x[:, :1] for x in heavy_tailed_inputs(2, 1, 1, 4, 2, 16, dtype=torch.float16)[1:]]
+    options = {"cache_seqlens": 699, "k_descale": problem.k_descale, "v_descale": problem.v_descale}
+    got = blasst_attn_with_kvcache(
+        problem.q, problem.k, problem.v, *new, threshold=0.05, **options, **EVERYTHING
+    )
+    assert torch.equal(got.out, decode.run(problem).out)  # the cache holds the new keys now
+    assert int(got.counts.skipped.sum()) > 0
+
+
 def test_what_is_not_supported_is_said():
+    with pytest.raises(UnsupportedError, match="supported beside an fp8 cache are float16"):
+        call = fp8_problem("decode", 1, 0.1)
+        blasst_attn_with_kvcache(call.q.float(), call.k, call.v, impl="triton")
     with pytest.raises(UnsupportedError, match="bfloat16"):
         blasst_attn_func(*heavy_tailed_inputs(1, 2, 2, 1, 1, 16, dtype=torch.bfloat16), impl="triton")
     with pytest.raises(UnsupportedError, match="up to 256"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from blasst import blasst_attn_func, blasst_attn_varlen_func, blasst_attn_with_kvcache
+from blasst.core.cache import quantize
 from blasst.core.reference import reference_attention
 from blasst.testing import (
     assert_finite,
@@ -167,6 +168,88 @@ def test_pages_with_nan_in_unused_slots_equal_the_contiguous_cache(tokens, page_
     assert torch.equal(got.out, plain.out)
     assert torch.equal(got.lse, plain.lse)
     assert int(got.counts.skipped.sum()) == int(plain.counts.skipped.sum()) > 0
+
+
+def fp8_inputs(tokens, head_dim, dtype, **options):
+    """q, and k and v in fp8 with a scale for each sequence and KV head."""
+    q, k, v = inputs(2, tokens, 2111, 8, 2, head_dim, dtype=dtype, **options)
+    scales = torch.tensor([[0.3, 0.5], [0.7, 1.3]], device="cuda"), torch.tensor([0.01, 0.02], device="cuda")
+    k_scale, v_scale = (scale.expand(2, 2) for scale in scales)
+    return (q, quantize(k, k_scale), quantize(v, v_scale)), {"k_descale": k_scale, "v_descale": v_scale}
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 20.0}, {"window_size": (900, 0)}, {"budget": True}])
+@pytest.mark.parametrize("tokens", [1, 8, 130])
+@pytest.mark.parametrize("head_dim", [64, 192])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_fp8_cache_with_scales(dtype, head_dim, tokens, options):
+    args, scales = fp8_inputs(tokens, head_dim, dtype, seed=13)
+    options = {"causal": True, **options}
+    if options.pop("budget", False):
+        options["max_skipped_mass"] = 0.1
+    got = blasst_attn_with_kvcache(*args, threshold=0.02, **scales, **options, **EVERYTHING)
+    assert got.out.dtype == dtype
+    check(got, args, 0.02, phase="decode" if tokens <= 8 else "prefill", **scales, **options)
+
+
+@pytest.mark.parametrize("tokens", [1, 130])
+def test_new_keys_are_rounded_into_fp8_pages(tokens):
+    args, scales = fp8_inputs(tokens, 128, torch.bfloat16, seed=14)
+    lengths = torch.tensor([2111, 777], dtype=torch.int32, device="cuda")
+    options = {"threshold": 0.02, "causal": True, "return_counts": True, "impl": "triton"}
+    plain = blasst_attn_with_kvcache(*args, cache_seqlens=lengths, **scales, **options)
+    new, pages = [], []
+    for cache, scale in zip(args[1:], scales.values(), strict=True):
+        values = cache.float() * scale[:, None, :, None]
+        rows = (lengths.long() - tokens)[:, None] + torch.arange(tokens, device="cuda")
+        batch = torch.arange(2, device="cuda")[:, None]
+        new.append(values[batch, rows].bfloat16())
+        stored = cache.float()
+        for b, n in enumerate(lengths.tolist()):
+            stored[b, n - tokens :] = math.nan
+        paged, table = pages_from(stored, 64, fill=math.nan)
+        pages.append(paged.to(cache.dtype))
+    got = blasst_attn_with_kvcache(
+        args[0], *pages, *new, cache_seqlens=lengths - tokens, block_table=table, **scales, **options
+    )
+    # fp8 values times a scale, rounded to bfloat16 and divided again, lie closest to the same fp8 values
+    assert torch.equal(got.out, plain.out)
+    assert int(got.counts.skipped.sum()) == int(plain.counts.skipped.sum()) > 0
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 130])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nan_in_fp8_values_reaches_only_the_rows_that_see_it(dtype, tokens):
+    args, scales = fp8_inputs(tokens, 64, dtype, seed=15)
+    args[2].view(torch.uint8)[0, 2110, 0] = 0x7F  # the last key: only the last row sees it
+    out = blasst_attn_with_kvcache(*args, threshold=0.02, causal=True, impl="triton", **scales).out
+    bad = torch.zeros(out.shape[:3], dtype=torch.bool)
+    bad[0, -1, :4] = True
+    assert torch.equal(out.isnan().all(-1).cpu(), bad) and torch.equal(out.isnan().any(-1).cpu(), bad)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_an_fp8_cache_is_served_in_a_graph_without_waiting():
+    args, scales = fp8_inputs(1, 128, torch.bfloat16, seed=16)
+    new = [x[:, :1].bfloat16() for x in args[1:]]
+    lengths = torch.tensor([2000, 777], dtype=torch.int32, device="cuda")
+
+    def call():
+        return blasst_attn_with_kvcache(
+            *args, *new, cache_seqlens=lengths, threshold=0.02, k_descale=scales["k_descale"], v_descale=0.02
+        ).out
+
+    eager = call()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    graph.replay()
+    assert torch.equal(captured, eager)
 
 
 def test_packed_sequences_equal_their_own_calls():

@@ -64,7 +64,7 @@ def _shape_reason(problem: AttentionProblem) -> str | None:
     if q.dtype not in DTYPES:
         return f"q has dtype {q.dtype}, supported are float16 and bfloat16"
     if problem.k.dtype != q.dtype and (problem.phase, problem.k.dtype) != ("decode", torch.float8_e4m3fn):
-        return f"k has dtype {problem.k.dtype} in {problem.phase}"
+        return f"the cache has dtype {problem.k.dtype}, which {problem.phase} does not take"
     dims = (problem.head_dim, problem.head_dim_v)
     if dims[0] != dims[1] or dims[0] not in HEAD_DIMS:
         return f"head dims are {dims}, supported are equal ones of {', '.join(map(str, HEAD_DIMS))}"

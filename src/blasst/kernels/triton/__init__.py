@@ -11,7 +11,7 @@ import importlib.util
 import torch
 
 from blasst.core.problem import AttentionProblem
-from blasst.core.types import DECODE_TILE, PREFILL_TILE, num_tiles
+from blasst.core.types import DECODE_TILE, FP8, PREFILL_TILE, num_tiles
 
 #: Programs on the first axis of a grid.
 _MAX_PROGRAMS = 2**31 - 1
@@ -43,15 +43,20 @@ def unsupported_reason(problem: AttentionProblem) -> str | None:
     if q.dtype == torch.bfloat16:
         if interpreted:
             return "Triton's interpreter computes bfloat16 wrongly, use float16 or float32 with it"
-        if _before_ampere(q.device):
+        if _older_than((8, 0), q.device):
             return "bfloat16 needs compute capability 8.0, use float16 on this GPU"
+    if problem.k.dtype == FP8:
+        if q.dtype == torch.float32:
+            return "q has dtype torch.float32, supported beside an fp8 cache are float16 and bfloat16"
+        if _older_than((8, 9), q.device):
+            return f"a cache of {FP8} needs compute capability 8.9"
     return _shape_reason(problem)
 
 
-def _before_ampere(device: torch.device) -> bool:
+def _older_than(capability: tuple[int, int], device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) < (8, 0)
+    return torch.cuda.get_device_capability(device) < capability
 
 
 def _shape_reason(problem: AttentionProblem) -> str | None:

@@ -8,7 +8,8 @@ request gets the same bits alone and in any batch. `combine` merges the splits i
 once.
 When the rows exceed one block (MLA: 128 heads x 8 tokens), a first launch writes one vote per block and tile,
 and the second follows them. With V inside K (MLA, 576/512) a kept tile reads nothing more.
-Registers: scores BLOCK_M x 64 fp32, acc BLOCK_M x head_dim_v fp32. fp16, bf16, fp32; pages of any size.
+Registers: scores BLOCK_M x 64 fp32, acc BLOCK_M x head_dim_v fp32. fp16, bf16, fp32; with 16-bit q also an
+fp8 cache (k's scale is part of the score scale); pages of any size.
 Source: docs/method.md (anchors).
 """
 
@@ -39,6 +40,7 @@ from blasst.kernels.triton.primitives import (
     absorb,
     agrees,
     all_of,
+    descale_of,
     finite_base,
     group_bound,
     key_extent,
@@ -271,6 +273,9 @@ def decode_kernel(
     seqused_ptr,
     leftpad_ptr,
     table_ptr,
+    k_descale_ptr,
+    k_descale_stride_b,
+    k_descale_stride_h,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -361,7 +366,7 @@ def decode_kernel(
         k_first, v_first, pad, table_ptr, b.to(tl.int64) * table_stride, page_size, k_stride_b, k_stride_s,
         v_stride_b, v_stride_s,
     )  # fmt: skip
-    scoring = (scale, cap)
+    scoring = (scale * descale_of(k_descale_ptr, k_descale_stride_b, k_descale_stride_h, b, kv_head), cap)
     # What every row that exists sees.
     common_lo = tl.maximum(keys_here - 1 - window_left, 0)
     common_hi = tl.maximum(tl.minimum(keys_here - rows_here + window_right + 1, keys_here), 0)
@@ -463,6 +468,9 @@ def combine_kernel(
     cu_k_ptr,
     seqused_ptr,
     leftpad_ptr,
+    v_descale_ptr,
+    v_descale_stride_b,
+    v_descale_stride_h,
     out_stride_b,
     out_stride_s,
     out_stride_h,
@@ -483,7 +491,7 @@ def combine_kernel(
     MIN_TILES: tl.constexpr,
     SPLIT_LIMIT: tl.constexpr,
 ):
-    """Merge the splits of one row in ascending order; the sink enters here, once."""
+    """Merge the splits of one row in ascending order; the sink and the scale of v enter here, once."""
     program = tl.program_id(0)
     owner = program // rows
     row = program - owner * rows
@@ -530,7 +538,8 @@ def combine_kernel(
     batch_row = q_batch.to(tl.int64)
     out_place = out_ptr + batch_row * out_stride_b + token_row * out_stride_s + head * out_stride_h
     norm = tl.where(total == 0.0, 1.0, total)
-    tl.store(out_place + column, (acc / norm).to(out_ptr.dtype.element_ty), mask=inside)
+    v_scale = descale_of(v_descale_ptr, v_descale_stride_b, v_descale_stride_h, b, kv_head)
+    tl.store(out_place + column, (acc / norm * v_scale).to(out_ptr.dtype.element_ty), mask=inside)
     lse_place = batch_row * lse_stride_b + head * lse_stride_h + token_row
     tl.store(lse_ptr + lse_place, natural_lse(top, total, sink * LOG2_E, sink))
     if mass_ptr is not None:

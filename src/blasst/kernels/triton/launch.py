@@ -42,6 +42,10 @@ LENGTHS = [
     "threshold_stride",
     "lse_stride_b",
     "lse_stride_h",
+    "k_descale_stride_b",
+    "k_descale_stride_h",
+    "v_descale_stride_b",
+    "v_descale_stride_h",
     "scale",
     "cap",
     "eps",
@@ -141,6 +145,8 @@ def problem_arguments(problem: AttentionProblem, outputs: Outputs) -> dict[str, 
         "seqused_ptr": _dense(problem.seqused_k),
         "leftpad_ptr": _dense(problem.leftpad_k),
         "table_ptr": table,
+        **_descale("k", problem.k_descale),
+        **_descale("v", problem.v_descale),
         **_strides("q", q),
         **_strides("k", k),
         **_strides("v", v),
@@ -166,6 +172,16 @@ def problem_arguments(problem: AttentionProblem, outputs: Outputs) -> dict[str, 
 def _dense(tensor: Tensor | None) -> Tensor | None:
     """A small index tensor whose last dimension has stride 1."""
     return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _descale(name: str, descale: Tensor | None) -> dict[str, Any]:
+    """Pointer to the scale of k or v and its strides of (sequence, KV head); it may be expanded."""
+    stride_b, stride_h = (0, 0) if descale is None else descale.stride()
+    return {
+        f"{name}_descale_ptr": descale,
+        f"{name}_descale_stride_b": stride_b,
+        f"{name}_descale_stride_h": stride_h,
+    }
 
 
 def _strides(name: str, tensor: Tensor) -> dict[str, int]:

@@ -7,7 +7,7 @@ of a threshold and never changes; large head dims, fp32 and tiles with masks com
 keys (scores twice: to vote, then to use). Tiles that every row sees whole take a loop without masks.
 Registers: scores 64 x 128 fp32, acc 64 x head_dim_v fp32, row state. Shared memory (head_dim 128, 16
 bit): Q 16 KB, K 32 KB a stage, V 32 KB a stage in the dense build, 16 KB in the skipping one (V waits for
-the vote). fp16, bf16, fp32; head_dim up to 256 and 576/512; pages of any size.
+the vote). fp16, bf16, fp32, with 16-bit q an fp8 cache; head_dim up to 256 and 576/512; pages of any size.
 Source: docs/method.md (BLASST Algorithm 1, sink-first order).
 """
 
@@ -36,6 +36,7 @@ from blasst.kernels.triton.primitives import (
     absorb,
     agrees,
     all_of,
+    descale_of,
     finite_base,
     group_bound,
     key_extent,
@@ -301,6 +302,12 @@ def prefill_kernel(
     seqused_ptr,
     leftpad_ptr,
     table_ptr,
+    k_descale_ptr,
+    k_descale_stride_b,
+    k_descale_stride_h,
+    v_descale_ptr,
+    v_descale_stride_b,
+    v_descale_stride_h,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -414,7 +421,7 @@ def prefill_kernel(
         k_first, v_first, pad, table_ptr, b.to(tl.int64) * table_stride, page_size, k_stride_b, k_stride_s,
         v_stride_b, v_stride_s,
     )  # fmt: skip
-    scoring = (scale, cap)
+    scoring = (scale * descale_of(k_descale_ptr, k_descale_stride_b, k_descale_stride_h, b, kv_head), cap)
     span = (key_lo, key_hi, row_lo, row_hi, common_lo, common_hi)
     kept = (kept_ptr, ((b.to(tl.int64) * num_heads + head) * query_tiles + query_tile) * key_tiles, key_tiles)
 
@@ -462,6 +469,7 @@ def prefill_kernel(
             skipped += gone
 
     inverse = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
+    inverse *= descale_of(v_descale_ptr, v_descale_stride_b, v_descale_stride_h, b, kv_head)
     out_rows = (q_first + row).to(tl.int64)
     out_base = out_ptr + q_batch.to(tl.int64) * out_stride_b + head64 * out_stride_h
     store_rows(out_base, out_rows * out_stride_s, row_ok, acc_main * inverse[:, None], 0, MAIN_V, HEAD_DIM_V)

@@ -90,6 +90,25 @@ def sequence_storage(
 
 
 @triton.jit
+def descale_of(descale_ptr, stride_b, stride_h, b, kv_head):
+    """What a sequence's keys or values of a KV head are to be multiplied with."""
+    scale = 1.0
+    if descale_ptr is not None:
+        scale = tl.load(descale_ptr + b.to(tl.int64) * stride_b + kv_head.to(tl.int64) * stride_h)
+    return scale
+
+
+@triton.jit
+def widened(x):
+    """fp8 as fp16, which holds each of its values; anything else as it is."""
+    if x.dtype == tl.float8e4nv:
+        x = x.to(tl.float16)
+        if INTERPRETED:  # the interpreter reads NaN as 480, beyond the largest fp8 value
+            x = tl.where(tl.abs(x) > 448.0, float("nan"), x)
+    return x
+
+
+@triton.jit
 def key_places(ptr, stride_b, stride_s, cache, start, ok, PART: tl.constexpr, NARROW: tl.constexpr):
     """Pointer and offsets from it of PART keys (or values) from position `start`.
 
@@ -131,6 +150,8 @@ def load_rows(
 ):
     """Columns FIRST .. FIRST + WIDTH of rows at offsets; 0 beyond LIMIT (may be NaN there) and where not ok.
 
+    fp8 becomes fp16.
+
     CHECK = False: every row exists. Without a row mask the load pipeline has nothing to carry along.
     """
     column = FIRST + tl.arange(0, WIDTH)
@@ -145,7 +166,7 @@ def load_rows(
         if CHECK:
             inside = ok[:, None] & inside
         rows = tl.load(place, mask=inside, other=0.0)
-    return rows
+    return widened(rows)
 
 
 @triton.jit
@@ -206,7 +227,7 @@ def part_scores(
         query: (q_ptr, row offsets, row exists, main part, tail part).
         cache: (k pointer, v pointer, first slot, see `sequence_storage`; block table or None, offset of its
             row, page size; strides of k (page, slot), strides of v).
-        scoring: (scale, cap) of `scale_and_cap`.
+        scoring: (scale, cap) of `scale_and_cap`, the scale with that of the keys.
         span: (first and last + 1 key that any row sees, the same per row, and of what all rows see).
 
     Returns:
@@ -221,10 +242,11 @@ def part_scores(
     k_place, k_offsets = key_places(cache[0], cache[6], cache[7], cache, start, ok, PART, NARROW)
     if STREAM == 0:
         k_main = load_rows(k_place, k_offsets, ok, MASKED, 0, MAIN, HEAD_DIM)
+        k_main = k_main.to(q_main.dtype)
         qk = tl.dot(q_main, tl.trans(k_main), input_precision="ieee")
         if TAIL > 0:
             k_tail = load_rows(k_place, k_offsets, ok, MASKED, MAIN, TAIL, HEAD_DIM)
-            qk = tl.dot(q_tail, tl.trans(k_tail), qk, input_precision="ieee")
+            qk = tl.dot(q_tail, tl.trans(k_tail.to(q_tail.dtype)), qk, input_precision="ieee")
     else:
         k_main = 0.0
         qk = tl.zeros([q_offsets.shape[0], PART], dtype=tl.float32)
@@ -234,7 +256,7 @@ def part_scores(
             q = tl.load(q_ptr + q_offsets[:, None] + column[None, :], mask=q_ok[:, None] & inside, other=0.0)
             inside = inside & ok[:, None] if MASKED else inside
             k = tl.load(k_place + k_offsets[:, None] + column[None, :], mask=inside, other=0.0)
-            qk = tl.dot(q, tl.trans(k), qk, input_precision="ieee")
+            qk = tl.dot(q, tl.trans(widened(k).to(q.dtype)), qk, input_precision="ieee")
     s = scale_and_cap(qk, scale, cap, SOFTCAP)
     if MASKED:
         s = hide(s, row_lo, row_hi, key)
@@ -295,7 +317,7 @@ def odd_keys(v_place, v_offsets, ok, columns, HEAD_DIM_V: tl.constexpr, PART: tl
     for first in range(0, columns, 16):
         column = first + tl.arange(0, 16)
         inside = ok[:, None] & (column < HEAD_DIM_V)[None, :]
-        v = tl.load(v_place + v_offsets[:, None] + column[None, :], mask=inside, other=0.0)
+        v = widened(tl.load(v_place + v_offsets[:, None] + column[None, :], mask=inside, other=0.0))
         odd = tl.maximum(odd, tl.max(((v - v) != 0).to(tl.int32), axis=1))
     return odd
 
@@ -323,7 +345,7 @@ def add_odd_keys(
             sees = tl.max(tl.where(here[None, :], seen, 0), axis=1)
             weight = tl.sum(tl.where(here[None, :], p, 0.0), axis=1)
             offset = tl.sum(tl.where(here, v_offsets, 0), axis=0)
-            v = tl.load(v_place + offset + column, mask=column < LIMIT, other=0.0).to(tl.float32)
+            v = widened(tl.load(v_place + offset + column, mask=column < LIMIT, other=0.0)).to(tl.float32)
             acc += tl.where(sees[:, None] != 0, weight[:, None] * v[None, :], 0.0)
     return acc
 
