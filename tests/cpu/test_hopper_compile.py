@@ -239,7 +239,7 @@ def test_served_calls_have_no_reason(changes):
         (sized(128, dtype=torch.float32), "dtype torch.float32, supported are float16 and bfloat16"),
         (
             {name: sized(128, dtype=torch.float8_e4m3fn)[name] for name in "kv"},
-            "the cache has dtype torch.float8_e4m3fn, supported is that of q",
+            "the cache has dtype torch.float8_e4m3fn, which prefill does not take",
         ),
         (sized(80), "head dims are (80, 80), supported are equal ones of 64, 96, 128"),
         (sized(128, 64), "head dims are (128, 64)"),

@@ -53,7 +53,7 @@ def test_auto_takes_this_kernel_where_it_can_and_says_when_not():
         with pytest.raises(UnsupportedError, match="hopper"):
             blasst_attn_func(*args, threshold=0.05, impl="hopper")
     q, k, v = inputs_of(rows=1)
-    assert served(q, k, v, call=blasst_attn_with_kvcache) == "triton", "decode"
+    assert served(q, k, v, call=blasst_attn_with_kvcache) == "hopper", "decode"
     q, k, v = inputs_of(keys=1536)
     used = torch.tensor([1536, 700], dtype=torch.int32, device="cuda")
     for page_size, pad, name in (
