@@ -1,6 +1,6 @@
-"""compute-sanitizer over small calls of the Hopper kernel; needs a machine where the tool works.
+"""compute-sanitizer over small calls of the Hopper kernels; needs a machine where the tool works.
 
-PYTHONPATH=src python3 tests/gpu/sanitize.py [memcheck racecheck synccheck] [--seconds 240]
+PYTHONPATH=src python3 tests/gpu/sanitize.py [memcheck racecheck synccheck] [--kernels prefill decode] [--seconds 240]
 """
 
 from __future__ import annotations
@@ -15,7 +15,34 @@ import sys
 TOOLS = ("memcheck", "racecheck", "synccheck")
 
 
-def small_calls() -> None:
+KERNELS = ("prefill", "decode")
+
+
+def decode_calls() -> None:
+    """Every kind of decode build once: one and two warpgroups, 16 bits and fp8, pages, bounds, many anchors."""
+    import torch
+
+    from blasst import blasst_attn_with_kvcache
+    from blasst.testing import heavy_tailed_inputs, pages_from
+
+    lengths = torch.tensor([700, 1], dtype=torch.int32, device="cuda")
+    for heads, tokens, dim in ((8, 1, 128), (8, 4, 64), (14, 3, 96), (32, 8, 128)):
+        x = heavy_tailed_inputs(2, tokens, 900, heads, 2, dim, dtype=torch.bfloat16, device="cuda", block=64)
+        (pages_k, table), (pages_v, _) = (pages_from(t, 16, fill=math.nan) for t in (x.k, x.v))
+        narrow = [t.to(torch.float8_e4m3fn) for t in (x.k, x.v)]
+        everything = {"return_counts": True, "return_kept_tiles": True, "impl": "hopper"}
+        for threshold in (None, 0.05):
+            options = {"threshold": threshold, "causal": True, **everything}
+            blasst_attn_with_kvcache(*x, **options)
+            blasst_attn_with_kvcache(x.q, *narrow, cache_seqlens=lengths, k_descale=0.5, **options)
+            paged = {"cache_seqlens": lengths, "block_table": table}
+            blasst_attn_with_kvcache(x.q, pages_k, pages_v, **paged, window_size=(200, 0), **options)
+        bounds = {"return_mass_bound": True, "max_skipped_mass": 0.1, "threshold": 0.5}
+        blasst_attn_with_kvcache(*x, **bounds, **everything)
+    torch.cuda.synchronize()
+
+
+def prefill_calls() -> None:
     """Every kind of build once, on a few tiles: packed, paged, batched, with and without options."""
     import torch
 
@@ -59,10 +86,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tools", nargs="*", help=f"some of {', '.join(TOOLS)}; default all")
     parser.add_argument("--seconds", type=float, default=240.0, help="limit of each tool")
-    parser.add_argument("--calls", action="store_true", help="only make the calls (what the tools run)")
+    parser.add_argument("--kernels", nargs="*", choices=KERNELS, default=KERNELS, help="default both")
+    parser.add_argument("--calls", choices=KERNELS, help="only make the calls (what the tools run)")
     chosen = parser.parse_args()
     if chosen.calls:
-        small_calls()
+        {"prefill": prefill_calls, "decode": decode_calls}[chosen.calls]()
         return
     tools = chosen.tools or TOOLS
     if unknown := set(tools) - set(TOOLS):
@@ -70,31 +98,22 @@ def main() -> None:
     program = shutil.which("compute-sanitizer")
     if program is None:
         sys.exit("compute-sanitizer is not on the PATH (it comes with the CUDA toolkit)")
-    child = [sys.executable, __file__, "--calls"]
-    subprocess.run(child, check=True, timeout=chosen.seconds)  # compiles everything, without a tool
     # without torch's own pool of memory every tensor has its own bounds
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     failed = []
-    for tool in tools:
-        command = [
-            program,
-            "--tool",
-            tool,
-            "--error-exitcode",
-            "9",
-            "--report-api-errors",
-            "no",
-            "--kernel-name",
-            "kns=prefill",
-            *child,
-        ]
-        try:
-            done = subprocess.run(command, env=environment, timeout=chosen.seconds, check=False)
-            state = "clean" if done.returncode == 0 else f"exit status {done.returncode}"
-        except subprocess.TimeoutExpired:
-            state = f"not done after {chosen.seconds:.0f} s"
-        print(f"{tool}: {state}", flush=True)
-        failed += [tool] * (state != "clean")
+    for kernel in chosen.kernels:
+        child = [sys.executable, __file__, "--calls", kernel]
+        subprocess.run(child, check=True, timeout=chosen.seconds)  # compiles everything, without a tool
+        for tool in tools:
+            command = [program, "--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
+            command += ["--kernel-name", f"kns={kernel}", *child]
+            try:
+                done = subprocess.run(command, env=environment, timeout=chosen.seconds, check=False)
+                state = "clean" if done.returncode == 0 else f"exit status {done.returncode}"
+            except subprocess.TimeoutExpired:
+                state = f"not done after {chosen.seconds:.0f} s"
+            print(f"{kernel}, {tool}: {state}", flush=True)
+            failed += [f"{kernel} {tool}"] * (state != "clean")
     sys.exit(f"not clean: {', '.join(failed)}" if failed else 0)
 
 

@@ -10,24 +10,35 @@ import pytest
 import torch
 
 from blasst import blasst_attn_with_kvcache
-from blasst.core.reference import reference_attention
+from blasst.core.reference import ReferenceOutput, reference_attention
 from blasst.core.types import AttentionOutput, SkipCounts
 from blasst.testing import assert_matches_reference, heavy_tailed_inputs, pages_from
 
 PARTS, CALLS = 10, 100
 #: Seconds in which a part must end, compilation included; a kernel that hangs does not.
-LIMIT = 120
+LIMIT = 300
 NEAR = 2e-3
-GROUPS_AND_TOKENS = [(1, 1), (1, 8), (3, 1), (4, 1), (4, 4), (6, 2), (7, 1), (7, 3), (16, 1), (16, 2)]
+GROUPS_AND_TOKENS = [
+    (1, 1),
+    (1, 8),
+    (3, 1),
+    (4, 1),
+    (4, 4),
+    (6, 2),
+    (7, 1),
+    (7, 3),
+    (16, 1),
+    (16, 2),
+    (16, 8),
+]
+FP8 = torch.float8_e4m3fn
 EVERYTHING = {"return_lse": True, "return_counts": True, "return_kept_tiles": True, "impl": "hopper"}
 
 
 def draw_call(draw: random.Random) -> tuple[dict, dict]:
     """(tensors by their names in the reference, options)."""
     batch, kv_heads = draw.choice([1, 1, 2, 3, 5]), draw.choice([1, 2, 4])
-    group, tokens = draw.choice(
-        [(1, 1), (1, 8), (3, 1), (4, 1), (4, 4), (6, 2), (7, 1), (7, 3), (16, 1), (16, 2)]
-    )
+    group, tokens = draw.choice(GROUPS_AND_TOKENS)
     longest = draw.choice([1, 63, 64, 65, 200, 640, draw.randint(1, 6000), draw.randint(1, 6000)])
     x = heavy_tailed_inputs(
         batch,
@@ -46,7 +57,7 @@ def draw_call(draw: random.Random) -> tuple[dict, dict]:
     )
     if draw.random() < 0.2:  # a hot key in the middle, far above the anchors
         x.k[:, longest // 2, :, 0] = x.k[:, longest // 2, :, 0].abs() + 60.0
-    lengths = [draw.choice([longest, draw.randint(1, longest)]) for _ in range(batch)]
+    lengths = [draw.choice([longest, draw.randint(0, longest)]) for _ in range(batch)]
     tensors = {"q": x.q, "k": x.k, "v": x.v}
     if draw.random() < 0.7:
         for b, n in enumerate(lengths):
@@ -56,6 +67,14 @@ def draw_call(draw: random.Random) -> tuple[dict, dict]:
             page = draw.choice([16, 32, 64, 128, 256])
             tensors["k"], tensors["block_table"] = pages_from(x.k, page, fill=torch.nan)
             tensors["v"], _ = pages_from(x.v, page, fill=torch.nan)
+    if draw.random() < 0.3:
+        for name, largest in (("k", 200.0), ("v", 4.0)):
+            whole = tensors[name]
+            descale = largest / 400 * (0.5 + 0.5 * torch.rand(batch, kv_heads, device="cuda"))
+            if "block_table" in tensors:
+                descale = descale[:1]
+            tensors[name] = (whole.float() / descale[:, None, :, None]).clamp(-448, 448).to(FP8)
+            tensors[f"{name}_descale"] = descale.expand(batch, -1)
     options = {
         "causal": draw.random() < 0.8,
         "window_size": draw.choice([(-1, -1)] * 4 + [(100, 0), (1000, -1)]),
@@ -65,7 +84,7 @@ def draw_call(draw: random.Random) -> tuple[dict, dict]:
     return tensors, options
 
 
-def call(tensors: dict, options: dict, threshold: object) -> AttentionOutput:
+def call(tensors: dict, options: dict, threshold: object, **more: object) -> AttentionOutput:
     """The public function on these tensors."""
     return blasst_attn_with_kvcache(
         tensors["q"],
@@ -73,16 +92,20 @@ def call(tensors: dict, options: dict, threshold: object) -> AttentionOutput:
         tensors["v"],
         cache_seqlens=tensors.get("seqused_k"),
         block_table=tensors.get("block_table"),
+        k_descale=tensors.get("k_descale"),
+        v_descale=tensors.get("v_descale"),
         threshold=threshold,
         **options,
         **EVERYTHING,
+        **more,
     )
 
 
 def on_cpu(got: AttentionOutput) -> AttentionOutput:
     """A call's output on the CPU, where many small references are found faster."""
     counts = SkipCounts(got.counts.skipped.cpu(), got.counts.visited.cpu())
-    return AttentionOutput(got.out.cpu(), got.lse.cpu(), counts, None, got.kept_tiles.cpu())
+    bound = None if got.mass_bound is None else got.mass_bound.cpu()
+    return AttentionOutput(got.out.cpu(), got.lse.cpu(), counts, bound, got.kept_tiles.cpu())
 
 
 def check(draw: random.Random) -> None:
@@ -92,17 +115,38 @@ def check(draw: random.Random) -> None:
     if threshold and draw.random() < 0.3:
         sequences = tensors["q"].shape[0]
         threshold = torch.tensor([draw.choice([0.0, 0.01, 1.0]) for _ in range(sequences)], device="cuda")
-    got = call(tensors, options, threshold)
-    again = call(tensors, options, threshold)
+    more = {}
+    if threshold is not None and draw.random() < 0.3:
+        more["return_mass_bound"] = True
+        options["max_skipped_mass"] = draw.choice([None, 0.02, 0.2])
+    got = call(tensors, options, threshold, **more)
+    again = call(tensors, options, threshold, **more)
     assert torch.equal(got.out, again.out), "two runs differ"
     assert torch.equal(got.lse, again.lse), "two runs differ"
     if isinstance(threshold, float) and threshold == 0.0:
-        assert torch.equal(got.out, call(tensors, options, None).out), "threshold 0 differs from dense"
+        dense = call(tensors, options | {"max_skipped_mass": None}, None)
+        assert torch.equal(got.out, dense.out), "threshold 0 differs from dense"
     rule = {"threshold": threshold, "phase": "decode", **options, **tensors}
     rule = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in rule.items()}
     truth = reference_attention(**rule)
     yardstick = reference_attention(**rule, kept_tiles=truth.kept_tiles, dtype=tensors["q"].dtype)
-    assert_matches_reference(on_cpu(got), truth, yardstick, rule["threshold"], NEAR)
+    if options.get("max_skipped_mass") is None:
+        assert_matches_reference(on_cpu(got), truth, yardstick, rule["threshold"], NEAR)
+        return
+    # A budget's decisions have no margin in the reference: follow the kernel's, and hold it to its promise.
+    followed = reference_attention(**rule, kept_tiles=got.kept_tiles.cpu())
+    differ = int((got.kept_tiles.cpu() != truth.kept_tiles).sum())
+    assert differ <= max(1, truth.kept_tiles.numel() // 100), f"{differ} tiles differ under a budget"
+    assert_matches_reference(
+        on_cpu(got), followed, yardstick if differ == 0 else followed_in(rule, got), None
+    )
+    eps = options["max_skipped_mass"]
+    assert float(followed.skipped_mass.max()) <= eps / (1 + eps) * (1 + 1e-5)
+
+
+def followed_in(rule: dict, got: AttentionOutput) -> ReferenceOutput:
+    """The reference in the dtype of q with the kernel's own kept tiles."""
+    return reference_attention(**rule, kept_tiles=got.kept_tiles.cpu(), dtype=rule["q"].dtype)
 
 
 def run(part: int) -> None:
@@ -148,6 +192,29 @@ def test_values_of_skipped_tiles_are_not_used() -> None:
         x.v[b, tile * 64 : (tile + 1) * 64, head] = torch.nan
     again = blasst_attn_with_kvcache(*x, threshold=0.01, **EVERYTHING)
     assert torch.equal(clean.out, again.out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [1, 4, 12, 32])
+def test_a_key_far_above_the_anchors_raises_the_base(group: int, dtype: torch.dtype) -> None:
+    x = heavy_tailed_inputs(1, 1, 4096, group, 1, 128, dtype=dtype, device="cuda", block=64, seed=4)
+    x.k[:, 1500, :, 0] = 2.0 * 128**0.25 * 40  # some 100 nats above the rest
+    got = blasst_attn_with_kvcache(*x, threshold=0.01, **EVERYTHING)
+    truth = reference_attention(*x, threshold=0.01, phase="decode")
+    yardstick = reference_attention(
+        *x, threshold=0.01, phase="decode", kept_tiles=truth.kept_tiles, dtype=dtype
+    )
+    assert_matches_reference(got, truth, yardstick, 0.01, NEAR)
+
+
+def test_nan_in_one_row_stays_there() -> None:
+    x = heavy_tailed_inputs(2, 1, 3000, 8, 2, 128, dtype=torch.bfloat16, device="cuda", block=64, seed=5)
+    clean = blasst_attn_with_kvcache(*x, threshold=0.0, **EVERYTHING)
+    x.q[1, 0, 2] = torch.nan
+    got = blasst_attn_with_kvcache(*x, threshold=0.0, **EVERYTHING)
+    assert bool(got.out[1, 0, 2].isnan().all())
+    got.out[1, 0, 2] = clean.out[1, 0, 2]
+    assert torch.equal(got.out, clean.out)
 
 
 def test_a_graph_follows_lengths_thresholds_and_pages() -> None:
