@@ -13,7 +13,7 @@ from blasst.core.cache import append_to_cache, check_new_keys
 from blasst.core.problem import AttentionProblem
 from blasst.core.threshold import threshold_from_scale_factor
 from blasst.core.types import MAX_DECODE_TOKENS, AttentionOutput, Phase
-from blasst.kernels import op, select
+from blasst.kernels import op, repeats, select
 from blasst.kernels.names import IMPLS
 
 
@@ -311,6 +311,31 @@ def blasst_attn_with_kvcache(
 
     Source: BLASST (arXiv:2512.12087) section 3.4; the anchor rule is docs/method.md.
     """
+    key, number = None, threshold if type(threshold) is float and 0 <= threshold <= 1 else None
+    given = None if number is not None else threshold
+    if k is None and v is None and threshold_scale_factor is None and cache_seqlens is not None:
+        settings = (causal, softmax_scale, window_size, softcap, max_skipped_mass, return_lse, return_counts)
+        key = repeats.call_key(
+            (*settings, return_mass_bound, return_kept_tiles, impl, number is None),
+            *(q, k_cache, v_cache, given, sinks, k_descale, v_descale),
+            *(cache_seqlens, cache_leftpad, block_table),
+        )
+    tensors = (
+        q,
+        k_cache,
+        v_cache,
+        given,
+        sinks,
+        k_descale,
+        v_descale,
+        cache_seqlens,
+        cache_leftpad,
+        block_table,
+    )
+    plan = None if key is None else repeats.find(key)
+    if plan is not None:
+        at = given if number is None else repeats.constant(number, q.shape[0], q.device)
+        return repeats.run(plan, return_lse, *tensors[:3], at, *tensors[4:])
     options = _Options(
         threshold,
         threshold_scale_factor,
@@ -368,7 +393,10 @@ def blasst_attn_with_kvcache(
         if not torch.compiler.is_compiling():
             select.choose(problem, impl)  # a call that cannot be served must leave the cache alone
         append_to_cache(k_cache, v_cache, k, v, before, block_table, k_scale, v_scale)
-    return op.call(problem, impl, return_lse)
+    result = op.call(problem, impl, return_lse)
+    if key is not None:
+        repeats.remember(key, problem, *tensors)
+    return result
 
 
 def _cache_lengths(

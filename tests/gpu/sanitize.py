@@ -1,6 +1,6 @@
 """compute-sanitizer over small calls of the Hopper kernels; needs a machine where the tool works.
 
-PYTHONPATH=src python3 tests/gpu/sanitize.py [memcheck racecheck synccheck] [--kernels prefill decode] [--seconds 240]
+PYTHONPATH=src python3 tests/gpu/sanitize.py [memcheck racecheck synccheck] [--kernels prefill decode]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KERNELS = ("prefill", "decode")
 
 
 def decode_calls() -> None:
-    """Every kind of decode build once: one and two warpgroups, 16 bits and fp8, pages, bounds, many anchors."""
+    """Every kind of decode build: one and two warpgroups, 16 bits and fp8, pages, bounds, many anchors."""
     import torch
 
     from blasst import blasst_attn_with_kvcache

@@ -325,3 +325,42 @@ def test_long_sequences_agree_with_sdpa():
     sparse = blasst_attn_func(q, k, v, threshold=1e-4, causal=True, **EVERYTHING)
     assert 0.1 < float(sparse.counts.sparsity) < 0.95
     assert_error_bound(sparse.out, got, sparse.mass_bound, v, slack=2**-8 * float(v.float().abs().max()))
+
+
+def test_a_repeated_decode_call_is_checked_by_its_form_and_follows_new_values():
+    from blasst.kernels import repeats
+
+    x = inputs_of(rows=1)
+    lengths = torch.tensor([1000, 1], dtype=torch.int32, device="cuda")
+    repeats._plans.clear()
+    options = {"cache_seqlens": lengths, "return_counts": True, "return_lse": True}
+    first = blasst_attn_with_kvcache(*x, threshold=0.05, **options)
+    assert len(repeats._plans) == 1 and backend_used() == "hopper"
+    again = blasst_attn_with_kvcache(*x, threshold=0.05, **options)
+    assert len(repeats._plans) == 1
+    assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
+    assert torch.equal(first.counts.skipped, again.counts.skipped)
+    # new values: other lengths, another threshold, another cache
+    lengths.copy_(torch.tensor([3, 1400], dtype=torch.int32))
+    other = inputs_of(rows=1, seed=9)
+    for threshold in (0.5, 0.0):
+        got = blasst_attn_with_kvcache(*other, threshold=threshold, **options)
+        assert len(repeats._plans) == 1
+        want = blasst_attn_with_kvcache(
+            *other, threshold=torch.full((2,), threshold, device="cuda"), **options
+        )
+        assert torch.equal(got.out, want.out) and torch.equal(got.counts.skipped, want.counts.skipped)
+        repeats._plans.popitem()
+    # what the checks refuse stays refused
+    for bad in ({"threshold": 1.5}, {"threshold": 0.5, "softmax_scale": True}, {"threshold": True}):
+        with pytest.raises((TypeError, ValueError)):
+            blasst_attn_with_kvcache(*x, **(options | bad))
+    with pytest.raises(NotImplementedError):
+        blasst_attn_with_kvcache(x[0].clone().requires_grad_(), *x[1:], threshold=0.05, **options)
+    # a shape that was not prepared
+    assert blasst_attn_with_kvcache(*inputs_of(rows=2), threshold=0.05, **options).out.shape[1] == 2
+    compiled = torch.compile(blasst_attn_with_kvcache, fullgraph=True)
+    assert torch.equal(
+        compiled(*x, threshold=0.05, **options).out,
+        blasst_attn_with_kvcache(*x, threshold=0.05, **options).out,
+    )

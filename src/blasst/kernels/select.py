@@ -117,8 +117,13 @@ def choose(problem: AttentionProblem, impl: str) -> Kernel:
 def run(problem: AttentionProblem, impl: str) -> AttentionOutput:
     """Choose a kernel and run it."""
     kernel = choose(problem, impl)
-    _served.name = kernel.name
+    note_served(kernel.name)
     return kernel.run(problem)
+
+
+def note_served(name: str) -> None:
+    """Name of the kernel that serves this thread's call."""
+    _served.name = name
 
 
 def backend_used() -> str | None:

@@ -136,7 +136,7 @@ def checked(result: tuple[Any, ...]) -> Any:
 
 
 @cache
-def load_kernel(device: int, file: str, name: str, macros: tuple[tuple[str, int], ...]) -> Any:
+def load_kernel(device: int, file: str, name: str, macros: tuple[tuple[str, int], ...]) -> int:
     """A kernel in the current context, allowed all the dynamic shared memory there is.
 
     Args:
@@ -154,4 +154,4 @@ def load_kernel(device: int, file: str, name: str, macros: tuple[tuple[str, int]
     function = checked(driver.cuModuleGetFunction(module, name.encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     checked(driver.cuFuncSetAttribute(function, attribute, SHARED_BYTES))
-    return function
+    return int(function)

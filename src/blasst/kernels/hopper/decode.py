@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Iterator
 from itertools import product
 
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from blasst.core.problem import AttentionProblem
+from blasst.core.sequences import map_shape
 from blasst.core.types import DECODE_TILE, AttentionOutput, num_tiles
 from blasst.kernels.hopper import DTYPES, HEAD_DIMS
+from blasst.kernels.hopper.compile import load_kernel
 from blasst.kernels.hopper.launch import CHUNK, ROW_BYTES, dense, map_of, pointer, score_arguments, start
-from blasst.kernels.triton.launch import Outputs, allocate
+from blasst.kernels.triton.launch import Outputs
 
 FILE = "decode.cu"
 KEY_TILE = 64
@@ -23,7 +26,7 @@ ROWS = (8, 16, 32, 64, 128)
 #: Builds up to these rows let two CTAs share a multiprocessor: one works while the other starts or ends.
 _TWO_CTAS_ROWS = 32
 
-#: Multiprocessors of an H200, and CTAs that one long sequence should give. Fixed: results do not depend on the GPU.
+#: Multiprocessors of an H200, and CTAs that a long sequence should give. No result may depend on the GPU.
 _PROCESSORS = 132
 _CTAS = 132
 _MAX_SPLITS = 128
@@ -91,7 +94,7 @@ _FLOATS = ("scale_log2", "unit", "score_factor", "score_cap", "eps")
 
 
 #: (device, stream) -> zeros.
-_counters: dict[tuple[int, int], Tensor] = {}
+_counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 class _Params(ctypes.Structure):
@@ -204,99 +207,155 @@ def wanted_splits(num_kv_heads: int) -> int:
     return max(1, min(_CTAS // num_kv_heads, _MAX_SPLITS))
 
 
-def _parameters(
-    problem: AttentionProblem,
-    outputs: Outputs,
-    partial: Tensor,
-    arrivals: Tensor,
-    depth: int,
-    splits: int,
-    wanted: int,
-) -> tuple[_Params, list[Tensor | None]]:
-    """Arguments of the kernel, and tensors that must live until it is launched."""
-    index = [dense(x) for x in (problem.sinks, problem.seqused_k, problem.leftpad_k, problem.block_table)]
-    sinks, seqused, leftpad, table = index
-    q, k, out, lse, threshold = problem.q, problem.k, outputs.out, outputs.lse, problem.threshold
-    k_descale, v_descale = problem.k_descale, problem.v_descale
-    rows = KEY_TILE if table is None else min(k.shape[1], KEY_TILE)
-    params = _Params(
-        k=map_of(k, rows),
-        v=map_of(problem.v, rows),
-        q=q.data_ptr(),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-        mass_bound=pointer(outputs.mass_bound),
-        partial=partial.data_ptr(),
-        arrivals=arrivals.data_ptr(),
-        kept=pointer(outputs.kept),
-        skipped=pointer(outputs.skipped),
-        visited=pointer(outputs.visited),
-        threshold=pointer(threshold),
-        sinks=pointer(sinks),
-        k_descale=pointer(k_descale),
-        v_descale=pointer(v_descale),
-        seqused=pointer(seqused),
-        leftpad=pointer(leftpad),
-        table=pointer(table),
-        q_stride_b=q.stride(0),
-        q_stride_s=q.stride(1),
-        q_stride_h=q.stride(2),
-        out_stride_b=out.stride(0),
-        out_stride_s=out.stride(1),
-        out_stride_h=out.stride(2),
-        lse_stride_b=lse.stride(0),
-        lse_stride_h=lse.stride(1),
-        table_stride=0 if table is None else table.stride(0),
-        threshold_stride=0 if threshold is None else threshold.stride(0),
-        k_descale_stride_b=0 if k_descale is None else k_descale.stride(0),
-        k_descale_stride_h=0 if k_descale is None else k_descale.stride(1),
-        v_descale_stride_b=0 if v_descale is None else v_descale.stride(0),
-        v_descale_stride_h=0 if v_descale is None else v_descale.stride(1),
-        num_kv_heads=problem.num_kv_heads,
-        group=problem.num_heads // problem.num_kv_heads,
-        tokens=q.shape[1],
-        seqlen_k=problem.max_seqlen_k,
-        stages=depth,
-        splits=splits,
-        wanted_splits=wanted,
-        min_tiles=_MIN_TILES,
-        page_shift=0 if table is None else k.shape[1].bit_length() - 1,
-        key_tiles=0 if outputs.kept is None else outputs.kept.shape[3],
-        guard_values=int(table is not None or seqused is not None),
-        eps=-1.0 if problem.max_skipped_mass is None else problem.max_skipped_mass,
-        **score_arguments(problem),
-    )
-    return params, index
+_Pointers = ctypes.c_uint64 * len(_POINTERS)
 
 
-def _zeros(count: int, device: torch.device) -> Tensor:
+class Plan:
+    """A decode call prepared: all that depends on shapes, strides, dtypes and options alone.
+
+    Attributes:
+        kernel: CUfunction.
+        grid: CTAs.
+        shared: bytes of dynamic shared memory.
+    """
+
+    def __init__(self, problem: AttentionProblem) -> None:
+        """Take what is needed of a call that this kernel can serve; compile or load the build."""
+        q, k, table = problem.q, problem.k, problem.block_table
+        defined, self.device = macros(problem), q.device
+        batch, kv_heads, group = (
+            problem.batch_size,
+            problem.num_kv_heads,
+            problem.num_heads // problem.num_kv_heads,
+        )
+        wanted = wanted_splits(kv_heads)
+        # Of the longest sequence, whose tiles begin at its first key: one more may be touched.
+        splits = min(wanted, num_tiles(num_tiles(problem.max_seqlen_k, KEY_TILE) + 1, _MIN_TILES))
+        self._counters = batch * kv_heads
+        depth = stages(defined, defined["CTAS"] if self._counters * splits > _PROCESSORS else 1)
+        self._partial = self._counters * splits * group * q.shape[1] * (problem.head_dim + 4)
+        self._box_rows = KEY_TILE if table is None else min(k.shape[1], KEY_TILE)
+        self._out_shape, self._lse_shape = q.shape, (batch, problem.num_heads, q.shape[1])
+        self._map_shape = map_shape(problem, DECODE_TILE)
+        self._wants = problem.want_counts, problem.want_mass_bound, problem.want_kept_tiles
+        self.grid, self.shared = (kv_heads, splits, batch), shared_bytes(defined, depth)
+        self._threads = threads(defined)
+        tokens, heads = q.shape[1], problem.num_heads
+        self._fixed = _Params(
+            q_stride_b=q.stride(0),
+            q_stride_s=q.stride(1),
+            q_stride_h=q.stride(2),
+            out_stride_b=tokens * heads * problem.head_dim,
+            out_stride_s=heads * problem.head_dim,
+            out_stride_h=problem.head_dim,
+            lse_stride_b=heads * tokens,
+            lse_stride_h=tokens,
+            table_stride=0 if table is None else table.stride(0),
+            **_strides_of("threshold", problem.threshold, ""),
+            **_strides_of("k_descale", problem.k_descale, "bh"),
+            **_strides_of("v_descale", problem.v_descale, "bh"),
+            num_kv_heads=kv_heads,
+            group=group,
+            tokens=tokens,
+            seqlen_k=problem.max_seqlen_k,
+            stages=depth,
+            splits=splits,
+            wanted_splits=wanted,
+            min_tiles=_MIN_TILES,
+            page_shift=0 if table is None else k.shape[1].bit_length() - 1,
+            key_tiles=self._map_shape[3],
+            guard_values=int(table is not None or problem.seqused_k is not None),
+            eps=-1.0 if problem.max_skipped_mass is None else problem.max_skipped_mass,
+            **score_arguments(problem),
+        )
+        with torch.cuda.device(self.device):
+            device = torch.cuda.current_device()
+            self.kernel = load_kernel(device, FILE, "decode", tuple(sorted(defined.items())))
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, threshold: Tensor | None, *index: Tensor | None
+    ) -> AttentionOutput:
+        """Launch on the current stream of q's device.
+
+        Args:
+            q: as in the call that was prepared.
+            k: the same.
+            v: the same.
+            threshold: the same.
+            index: sinks, k_descale, v_descale, seqused_k, leftpad_k, block_table.
+        """
+        if torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self.run(q, k, v, threshold, *index)
+        counts, bound, kept = self._wants
+        out = torch.empty(self._out_shape, dtype=q.dtype, device=self.device)
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self.device)
+        outputs = Outputs(
+            out,
+            lse,
+            torch.zeros_like(lse) if bound else None,
+            torch.zeros(self._map_shape, dtype=torch.int8, device=self.device) if kept else None,
+            torch.zeros(self._map_shape[:2], dtype=torch.int64, device=self.device) if counts else None,
+            torch.zeros(self._map_shape[:2], dtype=torch.int64, device=self.device) if counts else None,
+        )
+        stream = torch.cuda.current_stream().cuda_stream
+        partial = torch.empty(self._partial, dtype=torch.float32, device=self.device)
+        params = _Params.from_buffer_copy(self._fixed)
+        params.k, params.v = map_of(k, self._box_rows), map_of(v, self._box_rows)
+        _Pointers.from_buffer(params, _Params.q.offset)[:] = [
+            q.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+            pointer(outputs.mass_bound),
+            partial.data_ptr(),
+            _zeros(self._counters, self.device, stream).data_ptr(),
+            pointer(outputs.kept),
+            pointer(outputs.skipped),
+            pointer(outputs.visited),
+            pointer(threshold),
+            *map(pointer, index),
+        ]
+        start(self.kernel, self.grid, self._threads, self.shared, stream, params)
+        return outputs.result()
+
+
+def _strides_of(name: str, tensor: Tensor | None, dimensions: str) -> dict[str, int]:
+    """name_stride, or name_stride_b and _h; 0 without a tensor."""
+    names = [f"{name}_stride_{d}" for d in dimensions] or [f"{name}_stride"]
+    return dict.fromkeys(names, 0) if tensor is None else dict(zip(names, tensor.stride(), strict=True))
+
+
+def _zeros(count: int, device: torch.device, stream: int) -> Tensor:
     """Counters that are zero before and after each launch; outside graphs a stream keeps its own."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
-    stream = torch.cuda.current_stream(device)
-    kept = _counters.get((stream.device_index, stream.cuda_stream))
+    kept = _counters.get((device, stream))
     if kept is None or kept.numel() < count:
-        kept = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
-        _counters[stream.device_index, stream.cuda_stream] = kept
+        kept = _counters[device, stream] = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
     return kept
 
 
 def run(problem: AttentionProblem) -> AttentionOutput:
     """Launch on the current stream of q's device."""
-    device = problem.q.device
-    defined = macros(problem)
-    wanted = wanted_splits(problem.num_kv_heads)
-    # Of the longest sequence, whose tiles begin at its first key: one more may be touched.
-    splits = min(wanted, num_tiles(num_tiles(problem.max_seqlen_k, KEY_TILE) + 1, _MIN_TILES))
-    heads = problem.batch_size * problem.num_kv_heads
-    depth = stages(defined, defined["CTAS"] if heads * splits > _PROCESSORS else 1)
-    rows = problem.max_seqlen_q * (problem.num_heads // problem.num_kv_heads)
-    with torch.cuda.device(device):
-        outputs = allocate(problem, DECODE_TILE)
-        size = heads * splits * rows * (problem.head_dim + 4)
-        partial = torch.empty(size, dtype=torch.float32, device=device)
-        arrivals = _zeros(heads, device)
-        params, _alive = _parameters(problem, outputs, partial, arrivals, depth, splits, wanted)
-        grid = problem.num_kv_heads, splits, problem.batch_size
-        start(FILE, "decode", defined, shared_bytes(defined, depth), grid, threads(defined), params)
-    return outputs.result(problem)
+    index = (problem.sinks, problem.seqused_k, problem.leftpad_k, problem.block_table)
+    sinks, seqused, leftpad, table = (dense(x) for x in index)
+    problem = dataclasses.replace(
+        problem, sinks=sinks, seqused_k=seqused, leftpad_k=leftpad, block_table=table
+    )
+    return Plan(problem).run(*arguments(problem))
+
+
+def arguments(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, *tuple[Tensor | None, ...]]:
+    """The tensors of a problem in the order of `Plan.run`."""
+    return (
+        problem.q,
+        problem.k,
+        problem.v,
+        problem.threshold,
+        problem.sinks,
+        problem.k_descale,
+        problem.v_descale,
+        problem.seqused_k,
+        problem.leftpad_k,
+        problem.block_table,
+    )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blasst.core.problem import AttentionProblem
-from blasst.kernels.hopper.compile import checked, load_kernel
+from blasst.kernels.hopper.compile import checked
 from blasst.kernels.triton.launch import LOG2_E, UNLIMITED
 
 #: Bytes of a row that lie together in shared memory.
@@ -62,9 +62,9 @@ def map_of(tensor: Tensor, rows: int) -> Any:
     return _tensor_map(four.data_ptr(), four.dtype, tuple(four.shape), four.stride(), rows)
 
 
-def pointer(tensor: Tensor | None) -> int | None:
-    """Address of a tensor, or None."""
-    return None if tensor is None else tensor.data_ptr()
+def pointer(tensor: Tensor | None) -> int:
+    """Address of a tensor; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def dense(tensor: Tensor | None) -> Tensor | None:
@@ -91,32 +91,34 @@ def score_arguments(problem: AttentionProblem) -> dict[str, float]:
     }
 
 
+@cache
+def _launch_function() -> Any:
+    """cuLaunchKernel itself: a call through cuda.bindings takes the host longer."""
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+    function.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    function.restype = ctypes.c_int
+    return function
+
+
 def start(
-    file: str,
-    name: str,
-    defined: dict[str, int],
-    shared: int,
-    grid: tuple[int, int, int],
-    threads: int,
-    params: ctypes.Structure,
+    kernel: int, grid: tuple[int, int, int], threads: int, shared: int, stream: int, params: ctypes.Structure
 ) -> None:
-    """Launch a build on the current stream of the current device.
+    """Launch a kernel on a stream of the current device.
 
     Args:
-        file: CUDA file.
-        name: of the kernel in it.
-        defined: the build.
-        shared: bytes of dynamic shared memory.
+        kernel: CUfunction, from `load_kernel`.
         grid: CTAs.
         threads: of a CTA.
-        params: the kernel's one argument.
-    """
-    from cuda.bindings import driver
+        shared: bytes of dynamic shared memory.
+        stream: CUstream.
+        params: the kernel's one argument; copied before this returns.
 
-    device = torch.cuda.current_device()
-    kernel = load_kernel(device, file, name, tuple(sorted(defined.items())))
-    arguments: Any = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-    stream = torch.cuda.current_stream(device).cuda_stream
-    checked(
-        driver.cuLaunchKernel(kernel, *grid, threads, 1, 1, shared, stream, ctypes.addressof(arguments), 0)
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    arguments = ctypes.c_void_p(ctypes.addressof(params))
+    status = _launch_function()(
+        kernel, *grid, threads, 1, 1, shared, stream, ctypes.addressof(arguments), None
     )
+    if status != 0:
+        raise RuntimeError(f"CUDA driver: cuLaunchKernel returned {status}")

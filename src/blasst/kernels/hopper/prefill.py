@@ -13,7 +13,7 @@ from torch import Tensor
 from blasst.core.problem import AttentionProblem
 from blasst.core.types import PREFILL_TILE, AttentionOutput, num_tiles
 from blasst.kernels.hopper import DTYPES, HEAD_DIMS
-from blasst.kernels.hopper.compile import SHARED_BYTES
+from blasst.kernels.hopper.compile import SHARED_BYTES, load_kernel
 from blasst.kernels.hopper.launch import CHUNK, dense, map_of, pointer, score_arguments, start
 from blasst.kernels.triton.launch import Outputs, allocate, flags
 
@@ -212,5 +212,7 @@ def run(problem: AttentionProblem) -> AttentionOutput:
         defined = macros(problem)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         grid = min(processors, params.total), 1, 1
-        start(FILE, "prefill", defined, shared_bytes(defined), grid, THREADS, params)
-    return outputs.result(problem)
+        kernel = load_kernel(torch.cuda.current_device(), FILE, "prefill", tuple(sorted(defined.items())))
+        stream = torch.cuda.current_stream().cuda_stream
+        start(kernel, grid, THREADS, shared_bytes(defined), stream, params)
+    return outputs.result()

@@ -619,4 +619,4 @@ def run(problem: AttentionProblem) -> AttentionOutput:
     """Attention of a checked problem by the decode rule; no host sync, safe inside a CUDA graph."""
     outputs = allocate(problem, DECODE_TILE)
     start(plan(problem, outputs, capability(problem.q.device)), problem.q.device)
-    return outputs.result(problem)
+    return outputs.result()

@@ -83,7 +83,7 @@ class Outputs:
     skipped: Tensor | None
     visited: Tensor | None
 
-    def result(self, problem: AttentionProblem) -> AttentionOutput:
+    def result(self) -> AttentionOutput:
         """As the public tuple."""
         counts = None
         if self.skipped is not None and self.visited is not None:

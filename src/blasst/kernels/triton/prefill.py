@@ -520,4 +520,4 @@ def run(problem: AttentionProblem) -> AttentionOutput:
     """Attention of a checked problem by the prefill rule; no host sync, safe inside a CUDA graph."""
     outputs = allocate(problem, PREFILL_TILE)
     start(plan(problem, outputs, capability(problem.q.device)), problem.q.device)
-    return outputs.result(problem)
+    return outputs.result()
