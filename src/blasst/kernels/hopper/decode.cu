@@ -4,7 +4,7 @@
 // all new positions. One producer warp fetches K tiles of 64 keys through TMA. One consumer warpgroup (two for 128
 // rows, 64 each) scores them: K is the A operand (64 keys = M), Q the B operand (rows = N). The decision of a tile
 // needs the anchors alone (docs/method.md): every CTA scores the first and the last two visible tiles itself, so no
-// split depends on another. Only for a kept tile V is fetched, and P.V follows up to kSlots kept tiles later, so
+// split depends on another. Only for a kept tile V is fetched, and P.V follows up to kLag kept tiles later, so
 // nobody waits for the load. While a tile is decided, the tensor cores score the next one. Exponents are taken relative
 // to the maximum of the first kept tile; where a later one lies far above it, the base is raised. Split boundaries are a function of the sequence's length, the KV heads and the rows
 // alone. The last CTA of a KV head combines the splits in their order.
@@ -660,7 +660,7 @@ struct Consumer {
             int seen = 0;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-#pragma unroll
+#pragma unroll 1  // registers: with all four at once 128 rows spill
                 for (int pair = 0; pair < 4; ++pair) {
                     const float x = max_or_nan(shared.groups[4 * w + 2 * half][pair][thread()],
                                                shared.groups[4 * w + 2 * half + 1][pair][thread()]);
