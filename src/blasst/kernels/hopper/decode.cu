@@ -5,9 +5,10 @@
 // rows, 64 each) scores them: K is the A operand (64 keys = M), Q the B operand (rows = N). The decision of a tile
 // needs the anchors alone (docs/method.md): every CTA scores the first and the last two visible tiles itself, so no
 // split depends on another. Only for a kept tile V is fetched, and P.V follows up to kLag kept tiles later, so
-// nobody waits for the load. While a tile is decided, the tensor cores score the next one. Exponents are taken relative
-// to the maximum of the first kept tile; where a later one lies far above it, the base is raised. Split boundaries are a function of the sequence's length, the KV heads and the rows
-// alone. The last CTA of a KV head combines the splits in their order.
+// nobody waits for the load. While a tile is decided, the tensor cores score the next one. Exponents are taken
+// relative to the maximum of the first kept tile; where a later one lies far above it, the base is raised. Split
+// boundaries are a function of the sequence's length and the number of KV heads alone. The last CTA of a KV head
+// combines the splits in their order.
 //
 // fp8 caches: K goes through registers, where e4m3 becomes f16 (exact), and so does V. The columns of Q are stored
 // in the order in which a thread finds them in its piece of a K row; rows of a bf16 Q are scaled by a power of two into
@@ -255,7 +256,8 @@ __device__ __forceinline__ void load_queries(const Params& p, Shared& shared, co
 #if FP8
     float k_descale = 1.f;
     if (p.k_descale != nullptr) {
-        k_descale = p.k_descale[static_cast<i64>(job.sequence) * p.k_descale_stride_b + job.kv_head * p.k_descale_stride_h];
+        k_descale = p.k_descale[static_cast<i64>(job.sequence) * p.k_descale_stride_b +
+                                job.kv_head * p.k_descale_stride_h];
     }
     for (int r = threadIdx.x; r < kRows; r += kConsumers) {
         u32 exponent = 127;  // of the power of two
@@ -349,7 +351,8 @@ struct Consumer {
     }
 
     __device__ __forceinline__ float sink(int own) const {
-        return p.sinks != nullptr && row(own) < rows() ? p.sinks[job.kv_head * p.group + row(own) % p.group] : -kInfinity;
+        if (p.sinks == nullptr || row(own) >= rows()) return -kInfinity;
+        return p.sinks[job.kv_head * p.group + row(own) % p.group];
     }
 
     // Start K.Q^T of a tile in shared memory.
@@ -477,7 +480,8 @@ struct Consumer {
     __device__ __forceinline__ void fetch(const TensorMap* map, u64 policy, int tile) {
         if (threadIdx.x < 32) {
             const int slot = issued % kSlots;
-            load_tile(p, map, policy, job, tile, values + slot * kTileBytes, shared_address(&shared.value_full[slot]), lane());
+            const u32 barrier = shared_address(&shared.value_full[slot]);
+            load_tile(p, map, policy, job, tile, values + slot * kTileBytes, barrier, lane());
         }
     }
 
@@ -931,7 +935,8 @@ __device__ __forceinline__ void combine(const Params& p, const Job& job, float* 
     __syncthreads();
     float v_descale = 1.f;
     if (p.v_descale != nullptr) {
-        v_descale = p.v_descale[static_cast<i64>(job.sequence) * p.v_descale_stride_b + job.kv_head * p.v_descale_stride_h];
+        v_descale = p.v_descale[static_cast<i64>(job.sequence) * p.v_descale_stride_b +
+                                job.kv_head * p.v_descale_stride_h];
     }
     for (int i = threadIdx.x; i < rows * kPieces; i += kThreads) {
         const int r = i / kPieces, d = i % kPieces * 4;
