@@ -6,9 +6,9 @@
 // needs the anchors alone (docs/method.md): every CTA scores the first and the last two visible tiles itself, so no
 // split depends on another. Only for a kept tile V is fetched, and P.V follows up to kLag kept tiles later, so
 // nobody waits for the load. While a tile is decided, the tensor cores score the next one. Exponents are taken
-// relative to the maximum of the first kept tile; where a later one lies far above it, the base is raised. Split
-// boundaries are a function of the sequence's length and the number of KV heads alone. The last CTA of a KV head
-// combines the splits in their order.
+// relative to the maximum of the first kept tile; where a later one lies far above it, the base is raised. A split
+// is made of parts, which are summed up alone; their boundaries are a function of the sequence's length, so that no
+// bit depends on who does how many of them. The last CTA of a KV head combines the parts in their order.
 //
 // fp8 caches: K goes through registers, where e4m3 becomes f16 (exact), and so does V. The columns of Q are stored
 // in the order in which a thread finds them in its piece of a K row; rows of a bf16 Q are scaled by a power of two into
@@ -41,14 +41,15 @@ constexpr int kMaxStages = 12;
 constexpr int kSlots = SLOTS;          // kept tiles whose P.V is still to come
 constexpr int kScores = kColumns / 2;  // registers of the scores of one tile, and of 64 rows of O^T
 constexpr int kOwn = kColumns / 4;     // rows of which a thread sees scores
-constexpr int kMaxSplits = 128;
+constexpr int kMaxParts = 32;
 constexpr int kPart = HEAD_DIM + 4;    // of a row: O, base, sum, bound, base of the bound
 [[maybe_unused]] constexpr int kLeaders = 8;  // one split of so many fetches the anchors at once
-constexpr int kVoteBarrier = 1;        // 0 is __syncthreads
+constexpr int kVoteBarrier = 1, kLentBarrier = 2;  // 0 is __syncthreads
 // Exponents may exceed the base by this much (base 2) before it is raised: P must stay finite in its dtype.
-constexpr float kHeadroom = BF16 && !FP8 ? 64.f : 12.f;
+constexpr float kHeadroom = BF16 && !FP8 ? 32.f : 12.f;
 // Tiles by which P.V follows: one slot is free at every vote. A dense build fetches V ahead instead.
 constexpr int kLag = SKIP ? kSlots - 2 : 0;
+constexpr bool kSharedJob = ROWS > 32 || (ROWS == 32 && MASS && FP8);
 constexpr float kNoBase = -1e30f;  // of a row that has seen nothing
 
 // Keys from `low` to before `high`.
@@ -70,6 +71,7 @@ struct Shared {
     float scale[kRows];   // of the rows of Q in f16
     float factor[kRows];  // of their scores
 #endif
+    alignas(8) u8 job[96];  // struct Job, where registers are scarce
     int last;
 };
 
@@ -81,7 +83,7 @@ struct Params {
     void* out;
     float* lse;
     float* mass_bound;
-    float* partial;  // (batch, KV heads, splits, rows, kPart)
+    float* partial;  // (batch, KV heads, parts, rows, kPart)
     int* arrivals;   // (batch, KV heads), zero before and after
     u8* kept;
     i64* skipped;
@@ -101,9 +103,9 @@ struct Params {
     int num_kv_heads, group, tokens;
     int seqlen_k;
     int stages;         // of the ring of K tiles, at most kMaxStages
-    int splits;         // of the grid and the partial results
-    int wanted_splits;  // of a long sequence
-    int min_tiles;      // of a split
+    int parts;          // of the partial results
+    int wanted_parts;   // of a long sequence
+    int min_tiles;      // of a part
     int page_shift;
     int window_left, window_right;
     int key_tiles;      // of the kept map
@@ -129,9 +131,12 @@ struct Ring {
 struct Job {
     int sequence, kv_head, split, splits;
     int keys, base;         // of the sequence: how many, first slot
-    int first, last;        // tiles that some row sees
+    Range seen;             // keys that some row sees
+    int first, last;        // their tiles
     int head_anchors;       // tiles from `first` that are anchors
     int tail_anchor;        // tiles from here on are anchors
+    int part_tiles;         // tiles of a part: what is summed up alone, whoever does it
+    int parts, part;        // of the sequence; the first one of this split
     int begin, end;         // tiles of this split
     int anchors;
 
@@ -139,22 +144,22 @@ struct Job {
         kv_head = blockIdx.x;
         split = blockIdx.y;
         sequence = blockIdx.z;
-        keys = p.seqused != nullptr ? p.seqused[sequence] : p.seqlen_k;
+        // Values on the device are not checked on the host: they must not lead beyond the cache or the grid.
+        keys = p.seqused != nullptr ? min(max(p.seqused[sequence], 0), p.seqlen_k) : p.seqlen_k;
         base = 0;
         if (p.leftpad != nullptr) {
-            base = p.leftpad[sequence];
+            base = min(max(p.leftpad[sequence], 0), keys);
             keys -= base;
         }
         // Rows slide by one key: the first token sees from here, the last one to there.
         const int shift = keys - p.tokens;
-        const int low = max(shift - p.window_left, 0);
-        const int high = min(shift + p.tokens - 1 + p.window_right + 1, keys);
+        seen = {max(shift - p.window_left, 0), min(shift + p.tokens - 1 + p.window_right + 1, keys)};
         first = 0;
         last = -1;
         head_anchors = tail_anchor = 0;
-        if (high > low) {
-            first = low / kKeys;
-            last = (high - 1) / kKeys;
+        if (seen.high > seen.low) {
+            first = seen.low / kKeys;
+            last = (seen.high - 1) / kKeys;
             // First tiles of all rows, last two of all rows (rows that see nothing have none).
             const int last_low = min(max(shift + p.tokens - 1 - p.window_left, 0), keys - 1);
             const int seeing = max(0, -(shift + p.window_right));  // first token that sees a key
@@ -163,12 +168,16 @@ struct Job {
             tail_anchor = max(max((first_high - 1) / kKeys - 1, first), first + head_anchors);
         }
         const int tiles = last - first + 1;
-        const int each = max(p.min_tiles, (tiles + p.wanted_splits - 1) / p.wanted_splits);
-        splits = max((tiles + each - 1) / each, 1);
-        begin = first + split * each;
-        end = min(begin + each, last + 1);
+        part_tiles = max(p.min_tiles, (tiles + p.wanted_parts - 1) / p.wanted_parts);
+        parts = max((tiles + part_tiles - 1) / part_tiles, 1);
+        const int each = (parts + static_cast<int>(gridDim.y) - 1) / static_cast<int>(gridDim.y);
+        splits = (parts + each - 1) / each;
+        part = split * each;
+        begin = first + part * part_tiles;
+        end = min(begin + each * part_tiles, last + 1);
         anchors = head_anchors + max(last + 1 - tail_anchor, 0);
         if (tiles <= 0) anchors = 0;
+        static_assert(sizeof(Job) <= sizeof(Shared::job));
     }
 
     __device__ __forceinline__ int anchor(int i) const {
@@ -328,11 +337,12 @@ struct Consumer {
     Ring ring;
     float cut;
     float bound[kOwn];  // scores below it need not be kept
-    float base[kOwn];   // of the exponents, base 2; the splits may differ
+    float base[kOwn];   // of the exponents, base 2; the parts may differ
     float sum[kOwn];    // over this thread's keys
     float o[kChunks][kScores];
     int issued = 0, done = 0;  // uses of slots: anchors, then kept tiles
     int ragged = -1;           // the use for the tile that reaches beyond the sequence
+    int leading = -1;          // the use for the tile that begins before the first key that a row sees
     int skipped = 0;
 #if MASS
     RowBound mine;
@@ -359,31 +369,39 @@ struct Consumer {
     __device__ __forceinline__ void multiply_keys(u32 tile, float (&s)[kScores]) const {
         const u64 b = matrix_descriptor(query, 0);
 #if FP8
-        u32 raw[2][HEAD_DIM / 16];  // four numbers each
+        constexpr int kTogether = kGroups == 2 ? 2 : HEAD_DIM / 16;  // steps of 16 columns: two warpgroups lack registers
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int from = 0; from < HEAD_DIM / 16; from += kTogether) {
+            u32 a[kTogether][4];
 #pragma unroll
-            for (int i = 0; i < HEAD_DIM / 32; ++i) {
-                const int place = threadIdx.x % 4 * (HEAD_DIM / 4) + 8 * i;
-                asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-                             : "=r"(raw[half][2 * i]), "=r"(raw[half][2 * i + 1])
-                             : "r"(tile + key(half) * kRowBytes + ((place / 16) ^ (lane() / 4)) * 16 + place % 16)
-                             : "memory");
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int i = 0; i < kTogether; i += 2) {
+                    const int place = threadIdx.x % 4 * (HEAD_DIM / 4) + 4 * (from + i);
+                    u32 raw[2];  // four numbers each
+                    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                                 : "=r"(raw[0]), "=r"(raw[1])
+                                 : "r"(tile + key(half) * kRowBytes + ((place / 16) ^ (lane() / 4)) * 16 + place % 16)
+                                 : "memory");
+#pragma unroll
+                    for (int x = 0; x < 2; ++x) {
+                        a[i + x][half] = widen(raw[x]);
+                        a[i + x][2 + half] = widen(raw[x] >> 16);
+                    }
+                }
             }
-        }
-        u32 a[HEAD_DIM / 16][4];
+            wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 16; ++i) {
-            a[i][0] = widen(raw[0][i]);
-            a[i][1] = widen(raw[1][i]);
-            a[i][2] = widen(raw[0][i] >> 16);
-            a[i][3] = widen(raw[1][i] >> 16);
-        }
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 16; ++i) {
-            Wgmma<kColumns>::rs<0>(s, a[i][0], a[i][1], a[i][2], a[i][3],
-                                   b + ((i / 4 * kQueryChunkBytes + i % 4 * 32) >> 4), i > 0);
+            for (int i = 0; i < kTogether; ++i) {
+                const int step = from + i;
+                Wgmma<kColumns>::rs<0>(s, a[i][0], a[i][1], a[i][2], a[i][3],
+                                       b + ((step / 4 * kQueryChunkBytes + step % 4 * 32) >> 4), step > 0);
+            }
+            if (kGroups == 2) {
+                wgmma_commit();
+                wgmma_wait<0>();
+                pin(s);
+            }
         }
 #else
         const u64 a = matrix_descriptor(tile, 0);
@@ -524,7 +542,7 @@ struct Consumer {
                     const float now = max_or_nan(top[own], max_or_nan(of(s[i], own, 0), of(s[i], own, 1)));
 #if MASS
                     const float from = __fmul_rn(finite(now), p.scale_log2);
-                    mass[own] = __fmaf_rn(mass[own], exp2_fast(__fmaf_rn(top[own], p.scale_log2, -from)),
+                    mass[own] = __fmaf_rn(mass[own], exp2_fast(__fmul_rn(top[own], p.scale_log2) - from),
                                           exp2_fast(__fmaf_rn(of(s[i], own, 0), p.scale_log2, -from)) +
                                               exp2_fast(__fmaf_rn(of(s[i], own, 1), p.scale_log2, -from)));
 #endif
@@ -543,7 +561,7 @@ struct Consumer {
             bound[own] = top[own] + cut;
 #if MASS
             const float from = __fmul_rn(finite(top[own]), p.scale_log2);
-            part[own] = mass[own] == 0.f ? 0.f : mass[own] * exp2_fast(__fmaf_rn(part[own], p.scale_log2, -from));
+            part[own] = mass[own] == 0.f ? 0.f : mass[own] * exp2_fast(__fmul_rn(part[own], p.scale_log2) - from);
 #endif
         }
 #if MASS
@@ -567,19 +585,23 @@ struct Consumer {
 #endif
     }
 
+    // Values that nobody sees may be anything, and 0 x NaN would reach every row.
+    __device__ __forceinline__ void clear_values(u32 place, int from, int to) const {
+        const int units = (to - from) * 8;  // of 16 bytes
+        for (int i = threadIdx.x; i < kTileChunks * units; i += kConsumers) {
+            store_16_bytes(place + i / units * kTileChunkBytes + from * kRowBytes + i % units * 16, 0, 0, 0, 0);
+        }
+        async_proxy_fence();
+        meet();
+    }
+
     // P.V of the kept tile that has waited longest.
     __device__ __forceinline__ void drain() {
         const int slot = done % kSlots;
         const u32 place = values + slot * kTileBytes;
         wait_for_slot();
-        if (done == ragged) {  // values beyond the sequence may be anything, 0 x NaN would reach every row
-            const int from = job.keys % kKeys, units = (kKeys - from) * 8;
-            for (int i = threadIdx.x; i < kTileChunks * units; i += kConsumers) {
-                store_16_bytes(place + i / units * kTileChunkBytes + from * kRowBytes + i % units * 16, 0, 0, 0, 0);
-            }
-            async_proxy_fence();
-            meet();
-        }
+        if (done == leading) clear_values(place, 0, job.seen.low % kKeys);
+        if (done == ragged) clear_values(place, job.seen.high % kKeys, kKeys);
         const u64 b = matrix_descriptor(weights + slot * kWeightBytes, 0);
 #if FP8
 #pragma unroll
@@ -739,7 +761,8 @@ struct Consumer {
         fetch(&p.v, kPassThrough, tile);
 #endif
         if (p.kept != nullptr && threadIdx.x == 0) p.kept[job.head(p) * p.key_tiles + tile] = 1;
-        if (p.guard_values && (tile + 1) * kKeys > job.keys) ragged = issued;
+        if (p.guard_values && tile * kKeys < job.seen.low) leading = issued;
+        if (p.guard_values && (tile + 1) * kKeys > job.seen.high) ragged = issued;
         // Nobody fills a drained slot before the next vote, and the weights of earlier tiles are there since this one.
         const bool above = shared.raise[tile % 2] == tile + 1;
         while (issued - done > (above ? 0 : kLag)) drain();
@@ -762,9 +785,27 @@ struct Consumer {
         ++issued;
     }
 
-    // O, base, sum and bound of this split.
-    __device__ __forceinline__ void store_partial() {
-        float* target = p.partial + (job.head(p) * p.splits + job.split) * rows() * kPart;
+    __device__ __forceinline__ void begin_part() {
+#pragma unroll
+        for (int own = 0; own < kOwn; ++own) {
+            base[own] = kNoBase;
+            sum[own] = 0.f;
+        }
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) o[chunk][i] = 0.f;
+        }
+#if MASS
+        mine.sum = 0.f;
+#endif
+    }
+
+    // O, base, sum and bound of a part.
+    __device__ __forceinline__ void store_part(int part) {
+        meet();  // the last weights are there
+        while (done < issued) drain();
+        float* target = p.partial + (job.head(p) * p.parts + part) * rows() * kPart;
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) {
             if (row(own) >= rows()) continue;
@@ -792,16 +833,6 @@ struct Consumer {
     __device__ __forceinline__ void run() {
         load_queries(p, shared, job, query - w * kColumns * kRowBytes);
         meet();
-#pragma unroll
-        for (int own = 0; own < kOwn; ++own) {
-            base[own] = kNoBase;
-            sum[own] = 0.f;
-        }
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll
-            for (int i = 0; i < kScores; ++i) o[chunk][i] = 0.f;
-        }
 #if SKIP
         const float threshold = p.threshold[static_cast<i64>(job.sequence) * p.threshold_stride];
         cut = threshold > 0.f ? logf(fminf(threshold, 1.f)) / p.unit : -kInfinity;
@@ -810,10 +841,13 @@ struct Consumer {
         float next[kScores];
         begin_scores(job.begin, next);
         end_scores(next);
-        for (int tile = job.begin; tile < job.end; ++tile) step(tile, next);
-        meet();  // the last weights are there
-        while (done < issued) drain();
-        store_partial();
+        int tile = job.begin, part = job.part;
+        do {
+            begin_part();
+            const int end = min(tile + job.part_tiles, job.end);
+            for (; tile < end; ++tile) step(tile, next);
+            store_part(part++);
+        } while (tile < job.end);
         if (p.skipped != nullptr && threadIdx.x == 0) {
             atomicAdd(reinterpret_cast<u64*>(p.skipped + job.head(p)), static_cast<u64>(skipped));
             if (job.split == 0) p.visited[job.head(p)] = job.last - job.first + 1;
@@ -868,44 +902,44 @@ __device__ __forceinline__ void read_partial(const float* place, float (&x)[4]) 
                  : "l"(place));
 }
 
-// All splits in their order. factors: shared memory, (rows, splits), then (rows).
+// All parts in their order. factors: shared memory, (rows, parts), then (rows).
 __device__ __forceinline__ void combine(const Params& p, const Job& job, float* factors) {
     constexpr int kPieces = HEAD_DIM / 4, kEarly = kRows > 64 ? 1 : kRows > 8 ? 4 : 16;
-    const int rows = p.tokens * p.group, splits = job.splits, lane = threadIdx.x % 32;
-    const i64 stride = static_cast<i64>(rows) * kPart;  // of splits
-    const float* parts = p.partial + job.head(p) * p.splits * stride;
-    float* inverses = factors + rows * splits;
+    const int rows = p.tokens * p.group, parts = job.parts, lane = threadIdx.x % 32;
+    const i64 stride = static_cast<i64>(rows) * kPart;  // of parts
+    const float* partial = p.partial + job.head(p) * p.parts * stride;
+    float* inverses = factors + rows * parts;
     // The first loads of O are under way while the factors are found.
     float early[kEarly][4];
     {
         const int i = min(static_cast<int>(threadIdx.x), rows * kPieces - 1);
-        const float* source = parts + i / kPieces * kPart + i % kPieces * 4;
+        const float* source = partial + i / kPieces * kPart + i % kPieces * 4;
 #pragma unroll
-        for (int split = 0; split < kEarly; ++split) read_partial(source + min(split, splits - 1) * stride, early[split]);
+        for (int part = 0; part < kEarly; ++part) read_partial(source + min(part, parts - 1) * stride, early[part]);
     }
     for (int r = threadIdx.x / 32; r < rows; r += kThreads / 32) {  // a warp for a row
         const int query_head = job.kv_head * p.group + r % p.group;
         const float sink = p.sinks != nullptr ? p.sinks[query_head] : -kInfinity;
         const float sink_log2 = sink / p.unit * p.scale_log2;
-        float end[kMaxSplits / 32][4];  // base, sum, bound, its base
+        float end[kMaxParts / 32][4];  // base, sum, bound, its base
 #pragma unroll
-        for (int i = 0; i < kMaxSplits / 32; ++i) {
+        for (int i = 0; i < kMaxParts / 32; ++i) {
             end[i][0] = kNoBase;
             end[i][1] = end[i][2] = end[i][3] = 0.f;
-            if (32 * i + lane < splits) read_partial(parts + (32 * i + lane) * stride + r * kPart + HEAD_DIM, end[i]);
+            if (32 * i + lane < parts) read_partial(partial + (32 * i + lane) * stride + r * kPart + HEAD_DIM, end[i]);
         }
         float top = sink_log2, sum = 0.f;
 #pragma unroll
-        for (int i = 0; i < kMaxSplits / 32; ++i) top = max_or_nan(top, end[i][0]);
+        for (int i = 0; i < kMaxParts / 32; ++i) top = max_or_nan(top, end[i][0]);
         for (int other = 16; other > 0; other /= 2) top = max_or_nan(top, __shfl_xor_sync(0xFFFFFFFF, top, other));
 #if MASS
         float bound = 0.f;
         const float bound_base = __shfl_sync(0xFFFFFFFF, end[0][3], 0);
 #endif
 #pragma unroll
-        for (int i = 0; i < kMaxSplits / 32; ++i) {
+        for (int i = 0; i < kMaxParts / 32; ++i) {
             const float factor = exp2_fast(end[i][0] - top);
-            if (32 * i + lane < splits) factors[r * splits + 32 * i + lane] = factor;
+            if (32 * i + lane < parts) factors[r * parts + 32 * i + lane] = factor;
             sum = __fmaf_rn(end[i][1], factor, sum);
 #if MASS
             bound += end[i][2];
@@ -926,7 +960,7 @@ __device__ __forceinline__ void combine(const Params& p, const Job& job, float* 
             p.lse[place] = lse;
 #if MASS
             if (p.mass_bound != nullptr) {
-                bound *= exp2_fast(bound_base - top);
+                if (bound != 0.f) bound *= exp2_fast(bound_base - top);
                 p.mass_bound[place] = bound == 0.f ? 0.f : bound / (bound + sum);
             }
 #endif
@@ -940,27 +974,28 @@ __device__ __forceinline__ void combine(const Params& p, const Job& job, float* 
     }
     for (int i = threadIdx.x; i < rows * kPieces; i += kThreads) {
         const int r = i / kPieces, d = i % kPieces * 4;
-        const float* source = parts + r * kPart + d;
-        const float* factor = factors + r * splits;
+        const float* source = partial + r * kPart + d;
+        const float* factor = factors + r * parts;
         float x[4] = {0.f, 0.f, 0.f, 0.f};
-        int split = 0;
+        int part = 0;
         if (i == static_cast<int>(threadIdx.x)) {
 #pragma unroll
-            for (; split < kEarly; ++split) {
-                if (split < splits) {
+            for (; part < kEarly; ++part) {
+                if (part < parts) {
 #pragma unroll
-                    for (int n = 0; n < 4; ++n) x[n] = __fmaf_rn(early[split][n], factor[split], x[n]);
+                    for (int n = 0; n < 4; ++n) x[n] = __fmaf_rn(early[part][n], factor[part], x[n]);
                 }
             }
         }
 #pragma unroll 4
-        for (; split < splits; ++split) {
+        for (; part < parts; ++part) {
             float y[4];
-            read_partial(source + split * stride, y);
+            read_partial(source + part * stride, y);
 #pragma unroll
-            for (int n = 0; n < 4; ++n) x[n] = __fmaf_rn(y[n], factor[split], x[n]);
+            for (int n = 0; n < 4; ++n) x[n] = __fmaf_rn(y[n], factor[part], x[n]);
         }
         const float inverse = inverses[r] * v_descale;
+        if (inverses[r] == 0.f) x[0] = x[1] = x[2] = x[3] = 0.f;  // saw nothing, but perhaps 0 x NaN
         u16* out = static_cast<u16*>(p.out) + job.sequence * p.out_stride_b + r / p.group * p.out_stride_s +
                    (job.kv_head * p.group + r % p.group) * p.out_stride_h + d;
         asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(out), "r"(pack_out(x[0] * inverse, x[1] * inverse)),
@@ -973,8 +1008,8 @@ __device__ __forceinline__ void combine(const Params& p, const Job& job, float* 
 
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS) decode(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 memory[];
-    const Job job(p);
-    if (job.split >= job.splits) return;
+    const Job found(p);
+    if (found.split >= found.splits) return;
     const u32 query = shared_address(memory);
     const u32 keys = query + (kQueryBytes + 1023) / 1024 * 1024;
     const u32 values = keys + p.stages * kTileBytes;
@@ -993,15 +1028,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) decode(const __grid
             barrier_init(shared_address(&shared.value_empty[i]), 4 * kGroups);
         }
         shared.raise[0] = shared.raise[1] = 0;
+        if (kSharedJob) *reinterpret_cast<Job*>(shared.job) = found;
         barrier_init_fence();
     }
     __syncthreads();
+    const Job& job = kSharedJob ? *reinterpret_cast<const Job*>(shared.job) : found;
     if (threadIdx.x >= kConsumers) {
         if (kGroups == 2) registers_down<kProducerRegisters>();
         if (threadIdx.x < kConsumers + 32) produce(p, shared, job, keys, values);
-        if (kGroups == 2) registers_up<kLaunchRegisters>();
+        if (kGroups == 2) {
+            named_sync(kLentBarrier, kThreads);  // not before the consumers have what was lent
+            registers_up<kLaunchRegisters>();
+        }
     } else {
-        if (kGroups == 2) registers_up<kConsumerRegisters>();
+        if (kGroups == 2) {
+            registers_up<kConsumerRegisters>();
+            named_arrive(kLentBarrier, kThreads);
+        }
         const int w = kGroups == 1 ? 0 : __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
         const u32 rows_before = w * kColumns * kRowBytes;
         Consumer{p, shared, job, w, query + rows_before, keys, values, weights + rows_before}.run();
