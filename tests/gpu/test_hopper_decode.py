@@ -153,6 +153,7 @@ def run(part: int) -> None:
     """All calls of a part; the message of a failure names the call."""
     torch.set_num_threads(1)
     for number in range(CALLS):
+        print("call", part * CALLS + number, flush=True)  # a call that hangs is the last one
         try:
             check(random.Random(part * CALLS + number))
         except Exception as error:
@@ -161,9 +162,11 @@ def run(part: int) -> None:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_ragged_batches(part: int) -> None:
-    done = subprocess.run(
-        [sys.executable, __file__, str(part)], capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    command = [sys.executable, __file__, str(part)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"not done in {LIMIT} s: {(error.stdout or b'')[-20:]!r}")
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -6,9 +6,9 @@
 // needs the anchors alone (docs/method.md): every CTA scores the first and the last two visible tiles itself, so no
 // split depends on another. Only for a kept tile V is fetched, and P.V follows up to kLag kept tiles later, so
 // nobody waits for the load. While a tile is decided, the tensor cores score the next one. Exponents are taken
-// relative to the maximum of the first kept tile; where a later one lies far above it, the base is raised. A split
-// is made of parts, which are summed up alone; their boundaries are a function of the sequence's length, so that no
-// bit depends on who does how many of them. The last CTA of a KV head combines the parts in their order.
+// relative to the maximum of the first kept tile; where a later one lies far above it, the base is raised. Split
+// boundaries are a function of the sequence's length alone. The last CTA of a KV head combines the splits in their
+// order.
 //
 // fp8 caches: K goes through registers, where e4m3 becomes f16 (exact), and so does V. The columns of Q are stored
 // in the order in which a thread finds them in its piece of a K row; rows of a bf16 Q are scaled by a power of two into
@@ -41,7 +41,7 @@ constexpr int kMaxStages = 12;
 constexpr int kSlots = SLOTS;          // kept tiles whose P.V is still to come
 constexpr int kScores = kColumns / 2;  // registers of the scores of one tile, and of 64 rows of O^T
 constexpr int kOwn = kColumns / 4;     // rows of which a thread sees scores
-constexpr int kMaxParts = 32;
+constexpr int kMaxSplits = 32;
 constexpr int kPart = HEAD_DIM + 4;    // of a row: O, base, sum, bound, base of the bound
 [[maybe_unused]] constexpr int kLeaders = 8;  // one split of so many fetches the anchors at once
 constexpr int kVoteBarrier = 1, kLentBarrier = 2;  // 0 is __syncthreads
@@ -83,7 +83,7 @@ struct Params {
     void* out;
     float* lse;
     float* mass_bound;
-    float* partial;  // (batch, KV heads, parts, rows, kPart)
+    float* partial;  // (batch, KV heads, splits, rows, kPart)
     int* arrivals;   // (batch, KV heads), zero before and after
     u8* kept;
     i64* skipped;
@@ -103,9 +103,9 @@ struct Params {
     int num_kv_heads, group, tokens;
     int seqlen_k;
     int stages;         // of the ring of K tiles, at most kMaxStages
-    int parts;          // of the partial results
-    int wanted_parts;   // of a long sequence
-    int min_tiles;      // of a part
+    int splits;         // of the grid and the partial results
+    int wanted_splits;  // of a long sequence
+    int min_tiles;      // of a split
     int page_shift;
     int window_left, window_right;
     int key_tiles;      // of the kept map
@@ -135,8 +135,6 @@ struct Job {
     int first, last;        // their tiles
     int head_anchors;       // tiles from `first` that are anchors
     int tail_anchor;        // tiles from here on are anchors
-    int part_tiles;         // tiles of a part: what is summed up alone, whoever does it
-    int parts, part;        // of the sequence; the first one of this split
     int begin, end;         // tiles of this split
     int anchors;
 
@@ -168,13 +166,10 @@ struct Job {
             tail_anchor = max(max((first_high - 1) / kKeys - 1, first), first + head_anchors);
         }
         const int tiles = last - first + 1;
-        part_tiles = max(p.min_tiles, (tiles + p.wanted_parts - 1) / p.wanted_parts);
-        parts = max((tiles + part_tiles - 1) / part_tiles, 1);
-        const int each = (parts + static_cast<int>(gridDim.y) - 1) / static_cast<int>(gridDim.y);
-        splits = (parts + each - 1) / each;
-        part = split * each;
-        begin = first + part * part_tiles;
-        end = min(begin + each * part_tiles, last + 1);
+        const int each = max(p.min_tiles, (tiles + p.wanted_splits - 1) / p.wanted_splits);
+        splits = max((tiles + each - 1) / each, 1);
+        begin = first + split * each;
+        end = min(begin + each, last + 1);
         anchors = head_anchors + max(last + 1 - tail_anchor, 0);
         if (tiles <= 0) anchors = 0;
         static_assert(sizeof(Job) <= sizeof(Shared::job));
@@ -337,7 +332,7 @@ struct Consumer {
     Ring ring;
     float cut;
     float bound[kOwn];  // scores below it need not be kept
-    float base[kOwn];   // of the exponents, base 2; the parts may differ
+    float base[kOwn];   // of the exponents, base 2; the splits may differ
     float sum[kOwn];    // over this thread's keys
     float o[kChunks][kScores];
     int issued = 0, done = 0;  // uses of slots: anchors, then kept tiles
@@ -785,27 +780,9 @@ struct Consumer {
         ++issued;
     }
 
-    __device__ __forceinline__ void begin_part() {
-#pragma unroll
-        for (int own = 0; own < kOwn; ++own) {
-            base[own] = kNoBase;
-            sum[own] = 0.f;
-        }
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll
-            for (int i = 0; i < kScores; ++i) o[chunk][i] = 0.f;
-        }
-#if MASS
-        mine.sum = 0.f;
-#endif
-    }
-
-    // O, base, sum and bound of a part.
-    __device__ __forceinline__ void store_part(int part) {
-        meet();  // the last weights are there
-        while (done < issued) drain();
-        float* target = p.partial + (job.head(p) * p.parts + part) * rows() * kPart;
+    // O, base, sum and bound of this split.
+    __device__ __forceinline__ void store_partial() {
+        float* target = p.partial + (job.head(p) * p.splits + job.split) * rows() * kPart;
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) {
             if (row(own) >= rows()) continue;
@@ -833,6 +810,16 @@ struct Consumer {
     __device__ __forceinline__ void run() {
         load_queries(p, shared, job, query - w * kColumns * kRowBytes);
         meet();
+#pragma unroll
+        for (int own = 0; own < kOwn; ++own) {
+            base[own] = kNoBase;
+            sum[own] = 0.f;
+        }
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) o[chunk][i] = 0.f;
+        }
 #if SKIP
         const float threshold = p.threshold[static_cast<i64>(job.sequence) * p.threshold_stride];
         cut = threshold > 0.f ? logf(fminf(threshold, 1.f)) / p.unit : -kInfinity;
@@ -841,13 +828,10 @@ struct Consumer {
         float next[kScores];
         begin_scores(job.begin, next);
         end_scores(next);
-        int tile = job.begin, part = job.part;
-        do {
-            begin_part();
-            const int end = min(tile + job.part_tiles, job.end);
-            for (; tile < end; ++tile) step(tile, next);
-            store_part(part++);
-        } while (tile < job.end);
+        for (int tile = job.begin; tile < job.end; ++tile) step(tile, next);
+        meet();  // the last weights are there
+        while (done < issued) drain();
+        store_partial();
         if (p.skipped != nullptr && threadIdx.x == 0) {
             atomicAdd(reinterpret_cast<u64*>(p.skipped + job.head(p)), static_cast<u64>(skipped));
             if (job.split == 0) p.visited[job.head(p)] = job.last - job.first + 1;
@@ -902,44 +886,44 @@ __device__ __forceinline__ void read_partial(const float* place, float (&x)[4]) 
                  : "l"(place));
 }
 
-// All parts in their order. factors: shared memory, (rows, parts), then (rows).
+// All splits in their order. factors: shared memory, (rows, splits), then (rows).
 __device__ __forceinline__ void combine(const Params& p, const Job& job, float* factors) {
     constexpr int kPieces = HEAD_DIM / 4, kEarly = kRows > 64 ? 1 : kRows > 8 ? 4 : 16;
-    const int rows = p.tokens * p.group, parts = job.parts, lane = threadIdx.x % 32;
-    const i64 stride = static_cast<i64>(rows) * kPart;  // of parts
-    const float* partial = p.partial + job.head(p) * p.parts * stride;
-    float* inverses = factors + rows * parts;
+    const int rows = p.tokens * p.group, splits = job.splits, lane = threadIdx.x % 32;
+    const i64 stride = static_cast<i64>(rows) * kPart;  // of splits
+    const float* partial = p.partial + job.head(p) * p.splits * stride;
+    float* inverses = factors + rows * splits;
     // The first loads of O are under way while the factors are found.
     float early[kEarly][4];
     {
         const int i = min(static_cast<int>(threadIdx.x), rows * kPieces - 1);
         const float* source = partial + i / kPieces * kPart + i % kPieces * 4;
 #pragma unroll
-        for (int part = 0; part < kEarly; ++part) read_partial(source + min(part, parts - 1) * stride, early[part]);
+        for (int split = 0; split < kEarly; ++split) read_partial(source + min(split, splits - 1) * stride, early[split]);
     }
     for (int r = threadIdx.x / 32; r < rows; r += kThreads / 32) {  // a warp for a row
         const int query_head = job.kv_head * p.group + r % p.group;
         const float sink = p.sinks != nullptr ? p.sinks[query_head] : -kInfinity;
         const float sink_log2 = sink / p.unit * p.scale_log2;
-        float end[kMaxParts / 32][4];  // base, sum, bound, its base
+        float end[kMaxSplits / 32][4];  // base, sum, bound, its base
 #pragma unroll
-        for (int i = 0; i < kMaxParts / 32; ++i) {
+        for (int i = 0; i < kMaxSplits / 32; ++i) {
             end[i][0] = kNoBase;
             end[i][1] = end[i][2] = end[i][3] = 0.f;
-            if (32 * i + lane < parts) read_partial(partial + (32 * i + lane) * stride + r * kPart + HEAD_DIM, end[i]);
+            if (32 * i + lane < splits) read_partial(partial + (32 * i + lane) * stride + r * kPart + HEAD_DIM, end[i]);
         }
         float top = sink_log2, sum = 0.f;
 #pragma unroll
-        for (int i = 0; i < kMaxParts / 32; ++i) top = max_or_nan(top, end[i][0]);
+        for (int i = 0; i < kMaxSplits / 32; ++i) top = max_or_nan(top, end[i][0]);
         for (int other = 16; other > 0; other /= 2) top = max_or_nan(top, __shfl_xor_sync(0xFFFFFFFF, top, other));
 #if MASS
         float bound = 0.f;
         const float bound_base = __shfl_sync(0xFFFFFFFF, end[0][3], 0);
 #endif
 #pragma unroll
-        for (int i = 0; i < kMaxParts / 32; ++i) {
+        for (int i = 0; i < kMaxSplits / 32; ++i) {
             const float factor = exp2_fast(end[i][0] - top);
-            if (32 * i + lane < parts) factors[r * parts + 32 * i + lane] = factor;
+            if (32 * i + lane < splits) factors[r * splits + 32 * i + lane] = factor;
             sum = __fmaf_rn(end[i][1], factor, sum);
 #if MASS
             bound += end[i][2];
@@ -975,24 +959,24 @@ __device__ __forceinline__ void combine(const Params& p, const Job& job, float* 
     for (int i = threadIdx.x; i < rows * kPieces; i += kThreads) {
         const int r = i / kPieces, d = i % kPieces * 4;
         const float* source = partial + r * kPart + d;
-        const float* factor = factors + r * parts;
+        const float* factor = factors + r * splits;
         float x[4] = {0.f, 0.f, 0.f, 0.f};
-        int part = 0;
+        int split = 0;
         if (i == static_cast<int>(threadIdx.x)) {
 #pragma unroll
-            for (; part < kEarly; ++part) {
-                if (part < parts) {
+            for (; split < kEarly; ++split) {
+                if (split < splits) {
 #pragma unroll
-                    for (int n = 0; n < 4; ++n) x[n] = __fmaf_rn(early[part][n], factor[part], x[n]);
+                    for (int n = 0; n < 4; ++n) x[n] = __fmaf_rn(early[split][n], factor[split], x[n]);
                 }
             }
         }
 #pragma unroll 4
-        for (; part < parts; ++part) {
+        for (; split < splits; ++split) {
             float y[4];
-            read_partial(source + part * stride, y);
+            read_partial(source + split * stride, y);
 #pragma unroll
-            for (int n = 0; n < 4; ++n) x[n] = __fmaf_rn(y[n], factor[part], x[n]);
+            for (int n = 0; n < 4; ++n) x[n] = __fmaf_rn(y[n], factor[split], x[n]);
         }
         const float inverse = inverses[r] * v_descale;
         if (inverses[r] == 0.f) x[0] = x[1] = x[2] = x[3] = 0.f;  // saw nothing, but perhaps 0 x NaN

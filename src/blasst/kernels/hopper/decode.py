@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,16 +27,13 @@ ROWS = (8, 16, 32, 64, 128)
 #: Builds up to these rows let two CTAs share a multiprocessor: one works while the other starts or ends.
 _TWO_CTAS_ROWS = 32
 
-#: Parts of a long sequence, and key tiles below which one is not worth its sums. They depend on the length alone:
-#: neither the GPU nor the batch nor how heads are spread over GPUs may change a bit.
-PARTS = 32
+#: Splits of a long sequence, and key tiles below which one is not worth its sums. They depend on the length
+#: alone: neither the GPU nor the batch nor how heads are spread over GPUs may change a bit.
+SPLITS = 32
 _MIN_TILES = 8
 
-#: Multiprocessors of an H200; only for how many parts a CTA takes.
+#: Multiprocessors of an H200: with so few CTAs the ring of K tiles may take all of the shared memory.
 _PROCESSORS = 132
-#: Two CTAs on each, this often one after the other: enough to even out lengths, and few anchors.
-_ROUNDS = 6
-_MAX_EACH = 8
 
 #: Shared memory of a multiprocessor; every CTA takes 1 KB of it besides its own.
 _SHARED_BYTES = 228 * 1024
@@ -43,6 +41,7 @@ _CTA_BYTES = 1024
 _SLOTS = 3
 _MAX_STAGES = 12
 
+_MAX_MAPS = 1024
 _MAX_BATCH = 65535  # the grid's third axis
 
 _POINTERS = (
@@ -85,8 +84,8 @@ _INTEGERS = (
     "tokens",
     "seqlen_k",
     "stages",
-    "parts",
-    "wanted_parts",
+    "splits",
+    "wanted_splits",
     "min_tiles",
     "page_shift",
     "window_left",
@@ -203,17 +202,6 @@ def macros(problem: AttentionProblem) -> dict[str, int]:
     )
 
 
-def parts_of_cta(heads: int, parts: int) -> int:
-    """Parts that one CTA takes, for so many (sequence, KV head) and parts of each; changes no result.
-
-    One CTA on each multiprocessor is best where the work is little (H200, batch 1: 25.9 instead of 27.4 us).
-    """
-    whole = heads * parts
-    if whole <= 2 * _PROCESSORS:
-        return 1 if whole <= _PROCESSORS else 2
-    return max(1, min(whole // (2 * _PROCESSORS * _ROUNDS), _MAX_EACH))
-
-
 _Pointers = ctypes.c_uint64 * len(_POINTERS)
 
 
@@ -236,17 +224,17 @@ class Plan:
             problem.num_heads // problem.num_kv_heads,
         )
         # Of the longest sequence, whose tiles begin at its first key: one more may be touched.
-        parts = min(PARTS, num_tiles(num_tiles(problem.max_seqlen_k, KEY_TILE) + 1, _MIN_TILES))
+        splits = min(SPLITS, num_tiles(num_tiles(problem.max_seqlen_k, KEY_TILE) + 1, _MIN_TILES))
         self._counters = batch * kv_heads
-        splits = num_tiles(parts, parts_of_cta(self._counters, parts))
         depth = stages(defined, defined["CTAS"] if self._counters * splits > _PROCESSORS else 1)
-        self._partial = self._counters * parts * group * q.shape[1] * (problem.head_dim + 4)
+        self._partial = self._counters * splits * group * q.shape[1] * (problem.head_dim + 4)
         self._box_rows = KEY_TILE if table is None else min(k.shape[1], KEY_TILE)
         self._out_shape, self._lse_shape = q.shape, (batch, problem.num_heads, q.shape[1])
         self._map_shape = map_shape(problem, DECODE_TILE)
         self._wants = problem.want_counts, problem.want_mass_bound, problem.want_kept_tiles
         self.grid, self.shared = (kv_heads, splits, batch), shared_bytes(defined, depth)
         self._threads = threads(defined)
+        self._maps: dict[tuple[int, int], tuple[Any, Any]] = {}
         tokens, heads = q.shape[1], problem.num_heads
         self._fixed = _Params(
             q_stride_b=q.stride(0),
@@ -266,8 +254,8 @@ class Plan:
             tokens=tokens,
             seqlen_k=problem.max_seqlen_k,
             stages=depth,
-            parts=parts,
-            wanted_parts=PARTS,
+            splits=splits,
+            wanted_splits=SPLITS,
             min_tiles=_MIN_TILES,
             page_shift=0 if table is None else k.shape[1].bit_length() - 1,
             key_tiles=self._map_shape[3],
@@ -305,7 +293,7 @@ class Plan:
             torch.zeros(self._map_shape[:2], dtype=torch.int64, device=self.device) if counts else None,
             torch.zeros(self._map_shape[:2], dtype=torch.int64, device=self.device) if counts else None,
         )
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         if torch.cuda.is_current_stream_capturing():
             zeros = torch.zeros(self._counters, dtype=torch.int32, device=self.device)
             counters = zeros.data_ptr()
@@ -313,7 +301,13 @@ class Plan:
             counters = _zeros(self._counters, stream)
         partial = torch.empty(self._partial, dtype=torch.float32, device=self.device)
         params = _Params.from_buffer_copy(self._fixed)
-        params.k, params.v = map_of(k, self._box_rows), map_of(v, self._box_rows)
+        addresses = k.data_ptr(), v.data_ptr()  # shapes and strides are those of the plan
+        maps = self._maps.get(addresses)
+        if maps is None:
+            if len(self._maps) >= _MAX_MAPS:
+                self._maps.clear()
+            maps = self._maps[addresses] = map_of(k, self._box_rows), map_of(v, self._box_rows)
+        params.k, params.v = maps
         _Pointers.from_buffer(params, _Params.q.offset)[:] = [
             q.data_ptr(),
             out.data_ptr(),
