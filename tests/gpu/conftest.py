@@ -81,6 +81,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     broken = {*stats["failed"], *stats["error"]}
     passed = [one for one in stats["passed"] if one not in broken]  # a test may pass and its teardown fail
     single = any("::" in arg for arg in config.args) or bool(reporter.stats.get("deselected"))
+    single |= bool(config.option.keyword or config.option.markexpr)  # xdist's workers keep what they deselect
     results = {family: outcome(family, everything, passed, stats["skipped"]) for family in FAMILIES}
     if single or not any(results.values()):
         return

@@ -26,7 +26,7 @@ def decode_calls() -> None:
     from blasst.testing import heavy_tailed_inputs, pages_from
 
     lengths = torch.tensor([700, 1], dtype=torch.int32, device="cuda")
-    for heads, tokens, dim in ((8, 1, 128), (8, 4, 64), (14, 3, 96), (32, 8, 128)):
+    for heads, tokens, dim in ((8, 1, 128), (8, 4, 64), (14, 3, 96), (16, 8, 64), (32, 8, 128)):
         x = heavy_tailed_inputs(2, tokens, 900, heads, 2, dim, dtype=torch.bfloat16, device="cuda", block=64)
         (pages_k, table), (pages_v, _) = (pages_from(t, 16, fill=math.nan) for t in (x.k, x.v))
         narrow = [t.to(torch.float8_e4m3fn) for t in (x.k, x.v)]
