@@ -37,7 +37,7 @@ def call_key(options: tuple[object, ...], *tensors: object) -> tuple[Any, ...] |
     """
     if torch.compiler.is_compiling() or _dispatch_modes is None or _transforms is None:
         return None
-    if _dispatch_modes() or _transforms() is not None:
+    if _dispatch_modes() or _transforms() is not None or torch.jit.is_tracing():
         return None
     try:
         hash(options)

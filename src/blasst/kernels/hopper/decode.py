@@ -342,7 +342,14 @@ def _zeros(count: int, stream: int) -> int:
     kept, size = _counters.get(place, (0, 0))
     if size < count:
         size = max(2 * count, 1024)
+        # Another thread may be capturing a graph, which is none of this memory's business.
+        mode = checked(
+            driver.cuThreadExchangeStreamCaptureMode(
+                driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            )
+        )
         kept = int(checked(driver.cuMemAlloc(4 * size)))
+        checked(driver.cuThreadExchangeStreamCaptureMode(mode))
         checked(driver.cuMemsetD32Async(kept, 0, size, stream))
         _counters[place] = kept, size
     return kept
