@@ -187,7 +187,7 @@ def test_a_linked_checkpoint_file_stays_a_link_with_its_rights(tmp_path: Path) -
 @pytest.mark.parametrize("text", ["{", "[1]", "3"])
 def test_a_checkpoint_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ProfileError, match="config.json"):
+    with pytest.raises(ProfileError, match=r"config\.json"):
         checkpoint_config(read_sparse_attention_config(NESTED), tmp_path)
 
 
@@ -309,9 +309,9 @@ def test_tensorrt_llm_export_is_the_documented_yaml() -> None:
     assert "# decode: dense." in text
 
 
-# TensorRT-LLM's published schemas (llmapi/llm_args.py, SkipSoftmaxAttentionConfig; unknown fields are refused
-# there) and what its loader takes from a checkpoint (attention_backend/sparse/skip_softmax.py): the numbers of
-# a phase are coefficients by name, and every phase with a target must have them.
+# TensorRT-LLM's published schema (llmapi/llm_args.py, SkipSoftmaxAttentionConfig; unknown fields are refused
+# there), and what its loader takes from a checkpoint (attention_backend/sparse/skip_softmax.py): the numbers
+# of a phase are coefficients by name, and every phase with a target must have them.
 TENSORRT_LLM_YAML = {
     "type": "object",
     "additionalProperties": False,
@@ -363,15 +363,15 @@ def test_tensorrt_llm_yaml_has_the_published_schema(target: Any) -> None:
 
 def test_numbers_of_tensorrt_llm_yaml_stay_numbers_at_every_size() -> None:
     yaml = pytest.importorskip("yaml")
-    for a in (1e-9, 3e22):
+    for a in (1e-9, 3e22, 1000.0):
         profile = _profile(("prefill",))
-        model = ExponentialModel(r2=0.9, a=a, b=0.5)
+        model = ExponentialModel(r2=0.9, a=a, b=1e-300)
         fit = replace(profile.phases["prefill"], exponential=model)
         setting = export_profile(
             replace(profile, phases={"prefill": fit}), "tensorrt-llm", target_sparsity={"prefill": 0.5}
         )
         value = yaml.safe_load(setting.text)["sparse_attention_config"]["threshold_scale_factor"]["prefill"]
-        assert isinstance(value, float) and value == setting.scale_factors["prefill"]
+        assert isinstance(value, float) and value == setting.scale_factors["prefill"] == a
 
 
 @pytest.mark.parametrize("target", [0.5, {"prefill": 0.5}, {"decode": 0.25}])

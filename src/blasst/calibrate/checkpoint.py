@@ -33,8 +33,8 @@ def checkpoint_config(config: SparseAttentionConfig, path: str | Path) -> str:
             read_sparse_attention_config(content)
         except ProfileError as error:
             raise ProfileError(
-                f"{path}: found a {CONFIG_KEY} that is not skip softmax alone ({error}), wanted none; take it "
-                "out first if it may go"
+                f"{path}: found a {CONFIG_KEY} that is not skip softmax alone ({error}), wanted none; "
+                "take it out first if it may go"
             ) from error
     content[CONFIG_KEY] = config.to_json()
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
