@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from blasst.calibrate import export
 from blasst.calibrate.checkpoint import checkpoint_config, write_sparse_attention_config
 from blasst.calibrate.export import ENGINES, export_profile
 from blasst.calibrate.interchange import (
@@ -361,17 +362,12 @@ def test_tensorrt_llm_yaml_has_the_published_schema(target: Any) -> None:
     assert content["sparse_attention_config"]["threshold_scale_factor"] == dict(setting.scale_factors)
 
 
-def test_numbers_of_tensorrt_llm_yaml_stay_numbers_at_every_size() -> None:
+@pytest.mark.parametrize("value", [1e-9, 3e22, 1000.0, 1.5e-7, 0.0])
+def test_numbers_of_tensorrt_llm_yaml_stay_numbers_at_every_size(value: float) -> None:
     yaml = pytest.importorskip("yaml")
-    for a in (1e-9, 3e22, 1000.0):
-        profile = _profile(("prefill",))
-        model = ExponentialModel(r2=0.9, a=a, b=1e-300)
-        fit = replace(profile.phases["prefill"], exponential=model)
-        setting = export_profile(
-            replace(profile, phases={"prefill": fit}), "tensorrt-llm", target_sparsity={"prefill": 0.5}
-        )
-        value = yaml.safe_load(setting.text)["sparse_attention_config"]["threshold_scale_factor"]["prefill"]
-        assert isinstance(value, float) and value == setting.scale_factors["prefill"] == a
+    text = export._tensorrt_llm({"prefill": value})
+    read = yaml.safe_load(text)["sparse_attention_config"]["threshold_scale_factor"]["prefill"]
+    assert isinstance(read, float) and read == value
 
 
 @pytest.mark.parametrize("target", [0.5, {"prefill": 0.5}, {"decode": 0.25}])
