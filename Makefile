@@ -11,6 +11,7 @@ STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: venv demo test style test-gpu clean
+.PHONY: test-serving test-serving-modelopt
 
 venv: $(STAMP)
 
@@ -38,5 +39,14 @@ style: $(STAMP)
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 
+# Each host in a virtual environment of its own, which stays.
+test-serving: test-serving-modelopt
+
+test-serving-modelopt:
+	test -d .venv-modelopt || $(PYTHON) -m venv .venv-modelopt
+	.venv-modelopt/bin/pip install --quiet "$(TORCH)"
+	.venv-modelopt/bin/pip install --quiet -e ".[hf,cli]" "nvidia-modelopt==0.47.*" requests pytest
+	.venv-modelopt/bin/python -m pytest tests/serving/modelopt
+
 clean:
-	rm -rf .venv demo dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-* demo dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

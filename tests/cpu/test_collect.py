@@ -170,7 +170,7 @@ def test_another_engines_tile_shape_can_be_counted(model):
 
 @pytest.mark.parametrize("splits", [1, 3, 50])
 def test_xqa_counts_are_those_of_its_rule(splits):
-    """Key tile t of a group is compared with the earlier tiles of its split: t - splits, t - 2 * splits, ..."""
+    """Key tile t is compared with the earlier tiles of its split: t - splits, t - 2 * splits, ..."""
     torch.manual_seed(0)
     q, k = torch.randn(1, 4, 16), torch.randn(1300, 2, 16) * torch.linspace(2, 0.2, 1300)[:, None, None]
     first, margin = decode_margins(q, k, softmax_scale=0.25, tile=TileShape(None, 64), splits=splits)
