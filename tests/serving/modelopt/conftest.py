@@ -5,7 +5,5 @@ from __future__ import annotations
 import warnings
 
 with warnings.catch_warnings():
-    warnings.simplefilter(
-        "ignore"
-    )  # about versions of transformers, and extensions that are not there
+    warnings.simplefilter("ignore")  # about versions of transformers, and extensions that are not there
     import modelopt.torch.sparsity.attention_sparsity  # noqa: F401
