@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: venv demo test style test-gpu clean
-.PHONY: test-serving test-serving-modelopt
+.PHONY: test-serving test-serving-modelopt test-serving-diffusers
 
 venv: $(STAMP)
 
@@ -40,13 +40,19 @@ test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 
 # Each host in a virtual environment of its own, which stays.
-test-serving: test-serving-modelopt
+test-serving: test-serving-modelopt test-serving-diffusers
 
 test-serving-modelopt:
 	test -d .venv-modelopt || $(PYTHON) -m venv .venv-modelopt
 	.venv-modelopt/bin/pip install --quiet "$(TORCH)"
 	.venv-modelopt/bin/pip install --quiet -e ".[hf,cli]" "nvidia-modelopt==0.47.*" requests pytest
 	.venv-modelopt/bin/python -m pytest tests/serving/modelopt
+
+test-serving-diffusers:
+	test -d .venv-diffusers || $(PYTHON) -m venv .venv-diffusers
+	.venv-diffusers/bin/pip install --quiet "$(TORCH)"
+	.venv-diffusers/bin/pip install --quiet -e . "diffusers==0.42.*" pytest
+	.venv-diffusers/bin/python -m pytest tests/serving/diffusers
 
 clean:
 	rm -rf .venv .venv-* demo dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

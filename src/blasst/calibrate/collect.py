@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from blasst.calibrate.counts import CountPoint, Floats
 from blasst.calibrate.generate import greedy_pass
+from blasst.calibrate.histograms import Histograms
 from blasst.calibrate.prompts import Prompt, prompts_hash
 from blasst.core.errors import CalibrationError
 from blasst.core.phase_fit import SERVING_RULES, CountingRule
@@ -98,33 +99,18 @@ class CountTable:
 
 @dataclass(eq=False)
 class _CountingHandler:
-    """Runs the model's own attention and adds each call's margins to histograms on the device.
+    """Runs the model's own attention and adds each call's margins to the histograms."""
 
-    Bin i of a histogram holds the tiles whose margin is at least i of the sorted log thresholds, so the tiles
-    skipped at threshold j are those in bins 0 to j.
-    """
-
-    log_thresholds: Floats
+    histograms: Histograms
     phases: Sequence[Phase]
     rules: Mapping[Phase, CountingRule]
-    histograms: dict[tuple[Phase, int, int], Tensor] = field(default_factory=dict)
-    lengths: dict[tuple[Phase, int], dict[int, list[int]]] = field(default_factory=dict)
-    _edges: dict[torch.device, Tensor] = field(default_factory=dict)
-
-    def edges(self, device: torch.device) -> Tensor:
-        """The sorted log thresholds, float32, on a device."""
-        if device not in self._edges:
-            self._edges[device] = torch.tensor(self.log_thresholds, dtype=torch.float32, device=device)
-        return self._edges[device]
 
     def __call__(self, layer: Layer, call: AttentionCall) -> Tensor:
         """The model's own attention; counts on the side."""
         if call.phase in self.phases:
             for index, rows, keys in call.sequences():
                 q, k = call.q[index, rows], call.k[index, keys]
-                known = self.lengths.setdefault((call.phase, index), {})
-                known.setdefault(layer.index, []).append(k.shape[0])
-                self._add((call.phase, index, layer.index), self._margins(call, q, k))
+                self.histograms.add(call.phase, index, layer.index, k.shape[0], self._margins(call, q, k))
         return call.native()
 
     def _margins(self, call: AttentionCall, q: Tensor, k: Tensor) -> Tensor:
@@ -143,38 +129,6 @@ class _CountingHandler:
         options["order"] = rule.order
         parts = [margin for _, _, margin in prefill_margins(q, k, **options)]
         return torch.cat(parts, dim=1)
-
-    def _add(self, key: tuple[Phase, int, int], margins: Tensor) -> None:
-        edges = self.edges(margins.device)
-        bins = torch.bucketize(margins, edges, right=True)  # NaN goes last: kept
-        known = self.histograms.get(key)
-        if known is None:
-            known = torch.zeros(margins.shape[0], len(edges) + 1, dtype=torch.int64, device=margins.device)
-            self.histograms[key] = known
-        known.scatter_add_(1, bins, torch.ones_like(bins))
-
-    def take(
-        self, phase: Phase, index: int, layers: int
-    ) -> tuple[int, NDArray[np.int64], NDArray[np.int64]] | None:
-        """(kv_len, skipped, visited) of one sequence since the last `clear`; None = it never ran."""
-        known = self.lengths.get((phase, index))
-        if not known:
-            return None
-        lengths = max(known.values(), key=max)  # layers with a sliding window may hold fewer keys
-        parts = {layer: self.histograms[phase, index, layer].cpu().numpy() for layer in known}
-        heads = max(part.shape[0] for part in parts.values())
-        table = np.zeros((layers, heads, len(self.log_thresholds) + 1), dtype=np.int64)
-        for layer, part in parts.items():
-            table[layer, : part.shape[0]] = part
-        skipped = table[..., :-1].cumsum(axis=-1).transpose(2, 0, 1)
-        # A prompt is labelled with its last call (all its keys), decode steps with their mean.
-        kv_len = lengths[-1] if phase == "prefill" else round(sum(lengths) / len(lengths))
-        return kv_len, skipped, table.sum(axis=-1)
-
-    def clear(self) -> None:
-        """Start the next prompts."""
-        self.histograms.clear()
-        self.lengths.clear()
 
 
 @contextmanager
@@ -205,7 +159,15 @@ def _counting(model: nn.Module, handler: _CountingHandler, ignore: Sequence[str]
             previous.activate()
 
 
-def _check_thresholds(thresholds: Sequence[float] | Floats | None) -> Floats:
+def check_thresholds(thresholds: Sequence[float] | Floats | None) -> Floats:
+    """Candidate thresholds as an array.
+
+    Args:
+        thresholds: rising, in (0, 1]; None = `DEFAULT_THRESHOLDS`.
+
+    Raises:
+        ValueError: others.
+    """
     values = np.asarray(DEFAULT_THRESHOLDS if thresholds is None else thresholds, dtype=np.float64)
     if (
         values.ndim != 1
@@ -290,7 +252,7 @@ def collect(
         CalibrationError: no prompts, or all too short to skip anything.
         ValueError: bad arguments, or no layer of the model can be served.
     """
-    values = _check_thresholds(thresholds)
+    values = check_thresholds(thresholds)
     if unknown := set(phases) - set(PHASES):
         raise ValueError(f"phases: unknown {sorted(unknown)}, known are {list(PHASES)}")
     if not phases or batch_size < 1:
@@ -300,7 +262,8 @@ def collect(
     _check_rules(rules, phases)
     tokens = [prompt.ids(tokenizer) for prompt in prompts]
     _check_lengths([len(ids) for ids in tokens], phases, rules)
-    handler = _CountingHandler(np.log(values), phases, rules)
+    histograms = Histograms(np.log(values))
+    handler = _CountingHandler(histograms, phases, rules)
     steps = decode_tokens if "decode" in phases else 0
     records: list[CountRecord] = []
     with evaluating(model), _counting(model, handler, ignore) as session:
@@ -309,11 +272,11 @@ def collect(
             if progress is not None:
                 longest = max(map(len, chunk))
                 progress(begin, len(tokens), f"{prompts[begin].kind}, {longest} tokens")
-            handler.clear()
+            histograms.clear()
             greedy_pass(model, chunk, steps, padding_side)
             for phase in phases:
                 for index in range(len(chunk)):
-                    counts = handler.take(phase, index, len(session.served))
+                    counts = histograms.take(phase, index, len(session.served))
                     if counts is not None:
                         records.append(
                             CountRecord(begin + index, prompts[begin + index].kind, phase, *counts)

@@ -111,7 +111,7 @@ def enable(
 
     Args:
         model: a diffusers transformer, for example `pipe.transformer`; a pipeline with two has two calls.
-        profile: calibration of this model (`blasst.calibrate.collect_video`); its prefill phase is used.
+        profile: calibration of this model (`blasst.calibrate.collect_diffusers`); its prefill phase is used.
         target_sparsity: skipped over visited tiles to aim at, in [0, 1]; needs a profile.
         threshold: in [0, 1]; 0 = the skipping kernel that skips nothing.
         threshold_scale_factor: threshold times keys; clamped to threshold 1.

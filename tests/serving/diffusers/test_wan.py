@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from diffusers.models.attention_dispatch import (
     dispatch_attention_fn,
 )
 
-from blasst.core.errors import UnsupportedError
+from blasst.calibrate.collect_diffusers import calibrate_diffusers, collect_diffusers
+from blasst.core.errors import CalibrationError, ProfileError, UnsupportedError
 from blasst.integrations.diffusers import attention_stats, disable, enable, reset_stats
 from blasst.integrations.diffusers_session import BACKEND, register_backend
 from blasst.testing import assert_within_budget
@@ -264,3 +266,53 @@ def test_bad_arguments_are_refused_and_change_nothing(
     with pytest.raises(ValueError, match=message):
         enable(model, **settings)
     assert not model._forward_pre_hooks
+
+
+def step_at(model: WanTransformer3DModel, size: int, seed: int = 1, timestep: float = 500.0) -> Any:
+    """One denoising step of 4 frames of size x size."""
+    generator = torch.Generator().manual_seed(seed)
+    latents = torch.randn(1, 4, 4, size, size, generator=generator)
+    return lambda: model(**{**inputs(timestep), "hidden_states": latents})
+
+
+def test_counts_are_those_of_the_skipping_kernel(model: WanTransformer3DModel) -> None:
+    ladder = [0.001, 0.1, 0.5, 1.0]
+    before = [(m.processor, m.processor._attention_backend) for _, m in attentions(model)]
+    table = collect_diffusers(model, [("noise", step_at(model, 32))], thresholds=ladder)
+    assert [(m.processor, m.processor._attention_backend) for _, m in attentions(model)] == before
+    (record,) = table.records
+    assert (record.kv_len, record.phase, table.layers) == (TOKENS, "prefill", SELF)
+    for j in (1, 3):
+        enable(model, threshold=ladder[j], collect_counts=True)
+        step_at(model, 32)()
+        first = attention_stats(model)[0]  # the second layer sees other inputs once tiles are skipped
+        assert first.skipped.tolist() == record.skipped[j, 0].tolist() and int(first.skipped.sum()) > 0
+        assert first.visited.tolist() == record.visited[0].tolist()
+
+
+def test_a_calibrated_target_is_met(model: WanTransformer3DModel, tmp_path: Path) -> None:
+    # four frames whatever the size: what a threshold skips hardly depends on the length here
+    runs = [("noise", step_at(model, size, seed)) for size in (24, 32, 40) for seed in (1, 2)]
+    profile = calibrate_diffusers(model, runs, target_sparsity=0.3)
+    profile.save(tmp_path / "wan.json")
+    enabled = enable(model, profile=tmp_path / "wan.json", target_sparsity=0.3, collect_counts=True)
+    assert "wan.json" in enabled.threshold.origin
+    for size in (24, 32, 40):
+        step_at(model, size, seed=7)()
+    assert sparsity(model) == pytest.approx(0.3, abs=0.05)
+    other = make_wan(num_layers=3)
+    with pytest.raises(ProfileError, match="another model"):
+        enable(other, profile=tmp_path / "wan.json", target_sparsity=0.3)
+
+
+def test_steps_that_stay_dense_are_not_counted(model: WanTransformer3DModel) -> None:
+    late, early = step_at(model, 32, timestep=100.0), step_at(model, 32, timestep=900.0)
+    one = collect_diffusers(model, [("noise", late)], disabled_until_timestep=0.5)
+    both = collect_diffusers(model, [("noise", lambda: (early(), late()))], disabled_until_timestep=0.5)
+    assert both.records[0].skipped.tolist() == one.records[0].skipped.tolist()
+    with pytest.raises(CalibrationError, match="counted calls of no tokens"):
+        collect_diffusers(model, [("noise", early)], disabled_until_timestep=0.5)
+    with pytest.raises(CalibrationError, match=r"counted calls of \[576, 1024\] tokens"):
+        collect_diffusers(model, [("noise", lambda: (late(), step_at(model, 24)()))])
+    with pytest.raises(CalibrationError, match="got none"):
+        collect_diffusers(model, [])
