@@ -270,6 +270,10 @@ def export(
         float | None,
         typer.Option(parser=sparsity_target, metavar="S", help="Default: the targets in the profile."),
     ] = None,
+    decode_target: Annotated[
+        float | None,
+        typer.Option(parser=sparsity_target, metavar="S", help="Another target for decode than --target."),
+    ] = None,
     length: Annotated[
         int | None, typer.Option(min=1, help="Keys at which the factors shall be exact; not for modelopt.")
     ] = None,
@@ -297,6 +301,8 @@ def export(
 ) -> None:
     """Write a calibration as the setting of another engine, and say where that engine differs."""
     out = export_output(to, config, in_place, out)
+    if decode_target is not None and target is None:
+        raise typer.BadParameter("--decode-target needs --target, which is then that of prefill")
     from blasst.calibrate.checkpoint import replace_file
     from blasst.calibrate.export import export_profile
     from blasst.core.profile import load_profile
@@ -304,7 +310,7 @@ def export(
     setting = export_profile(
         load_profile(profile, serving=False),
         to,
-        target_sparsity=target,
+        target_sparsity=target if decode_target is None else {"prefill": target, "decode": decode_target},
         kv_len=length,
         targets=attention_class or (),
         ignore=ignore or (),

@@ -67,6 +67,7 @@ BAD_ARGUMENTS = {
     "config written over unasked": (
         *("export", "{object}", "--to", "modelopt", "--config", "{object}", "--out", "{object}"),
     ),
+    "decode target alone": ("export", "{object}", "--to", "sglang", "--decode-target", "0.3"),
     "in place of nothing": ("export", "{object}", "--to", "modelopt", "--in-place"),
     "in place and elsewhere": (
         *("export", "{object}", "--to", "modelopt", "--config", "{object}", "--in-place"),
@@ -243,10 +244,12 @@ def test_export_json_holds_text_factors_and_file(
 ) -> None:
     out = tmp_path / "sub" / "engine.yaml"
     options = ("--to", "tensorrt-llm", "--length", "4096", "--out", str(out), "--json")
+    options += ("--target", "0.6", "--decode-target", "0.2")
     assert run_inside(("export", str(profile_file), *options), monkeypatch) == 0
     value = json.loads(capfd.readouterr().out)
     assert out.read_text() == value["text"]
-    assert value["scale_factors"]["prefill"] > 0
+    assert value["scale_factors"]["prefill"] > value["scale_factors"]["decode"] > 0
+    assert any("decode: target sparsity 0.2" in note for note in value["notes"])
 
 
 def test_export_puts_the_setting_into_a_copy_of_config_json(

@@ -49,7 +49,7 @@ class Model(nn.Module):
 def dispatch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module with the parts of diffusers.models.attention_dispatch that are used."""
 
-    class AttentionBackendName(str, Enum):
+    class AttentionBackendName(str, Enum):  # noqa: UP042
         NATIVE = "native"
 
     class Registry:

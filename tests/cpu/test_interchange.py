@@ -400,6 +400,13 @@ def test_a_profile_counted_in_the_tiles_of_the_engine_carries_no_warning() -> No
     assert not any("differ" in note for note in setting.notes)
 
 
+def test_a_target_out_of_reach_is_said() -> None:
+    profile = _profile()  # 90 of 100 tiles at most
+    assert not any("reach" in n for n in export_profile(profile, "sglang", target_sparsity=0.89).notes)
+    notes = [n for n in export_profile(profile, "sglang", target_sparsity=0.95).notes if "out of reach" in n]
+    assert len(notes) == 2 and "more than 0.900" in notes[0]
+
+
 def test_arguments_that_an_engine_cannot_take_are_refused() -> None:
     with pytest.raises(ValueError, match="engine"):
         export_profile(_profile(), "onnx", target_sparsity=0.5)  # type: ignore[arg-type]

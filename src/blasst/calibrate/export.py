@@ -123,6 +123,12 @@ def _notes(
                 f"decode: counted with {fit.splits} KV split(s). These kernels restart the maximum in every "
                 "split, and their number depends on the batch, the KV heads and the GPU."
             )
+        longest = fit.observed.seqlen[1]
+        if wanted[phase] > (reach := fit.reachable_sparsity(longest)):
+            notes.append(
+                f"{phase}: the target is out of reach: at {longest} keys no threshold skipped more than "
+                f"{reach:.3f}."
+            )
         if kv_len is None and fit.selected != "exponential":
             notes.append(
                 f"{phase}: the {fit.selected} model fits better here; engines divide by the length only. "
