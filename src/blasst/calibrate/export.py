@@ -131,8 +131,8 @@ def _notes(
             )
         if kv_len is None and fit.selected != "exponential":
             notes.append(
-                f"{phase}: the {fit.selected} model fits better here; engines divide by the length only. "
-                "Give a length to get the factor that is exact there."
+                f"{phase}: the {fit.selected} model fits better here; engines divide by the length only."
+                + ("" if engine == "modelopt" else " Give a length to get the factor that is exact there.")
             )
     if engine in ("sglang", "flashinfer"):
         notes.append("Blackwell kernels vote in other tiles, which are not documented.")
