@@ -51,7 +51,7 @@ test-serving-modelopt:
 test-serving-diffusers:
 	test -d .venv-diffusers || $(PYTHON) -m venv .venv-diffusers
 	.venv-diffusers/bin/pip install --quiet "$(TORCH)"
-	.venv-diffusers/bin/pip install --quiet -e . "diffusers==0.42.*" pytest
+	.venv-diffusers/bin/pip install --quiet -e ".[hf]" "diffusers==0.42.*" pytest
 	.venv-diffusers/bin/python -m pytest tests/serving/diffusers
 
 clean:
