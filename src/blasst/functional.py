@@ -246,6 +246,8 @@ def blasst_attn_with_kvcache(
     cache_seqlens: Tensor | int | None = None,
     block_table: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
+    k_descale: float | Tensor | None = None,
+    v_descale: float | Tensor | None = None,
     threshold: float | Tensor | None = None,
     threshold_scale_factor: float | Tensor | None = None,
     causal: bool = False,
@@ -267,16 +269,22 @@ def blasst_attn_with_kvcache(
     than ln(1 / threshold) below its maximum over the anchors. V of a skipped tile is not loaded.
 
     Args:
-        q: (batch, seqlen_q, num_heads, head_dim).
+        q: (batch, seqlen_q, num_heads, head_dim), float16, bfloat16 or float32.
         k_cache: (batch, capacity, num_kv_heads, head_dim), or pages (num_pages, page_size, num_kv_heads,
-            head_dim) with block_table.
+            head_dim) with block_table. Dtype of q, or float8_e4m3fn together with v_cache.
         v_cache: like k_cache, with head_dim_v; may share storage with k_cache (MLA).
-        k: (batch, new, num_kv_heads, head_dim) keys to write into k_cache at cache_seqlens, in place.
-        v: (batch, new, num_kv_heads, head_dim_v) values to write into v_cache.
+        k: (batch, new, num_kv_heads, head_dim) keys to write into k_cache at cache_seqlens, in place. Dtype
+            of k_cache; beside a float8_e4m3fn cache that of q as well, then divided by k_descale, clamped to
+            the range of the cache (+-448) and rounded to nearest even. NaN stays NaN.
+        v: (batch, new, num_kv_heads, head_dim_v) values to write into v_cache, likewise.
         cache_seqlens: keys already in the cache, without k; int or int32 (batch,). Default: the capacity of
             a cache without pages.
         block_table: int32 (batch, max_pages), page numbers; entries past need are not read.
         cache_leftpad: int32 (batch,), first valid slot of each sequence; slots before it do not exist.
+        k_descale: scale of a float8_e4m3fn k_cache: the keys are k_cache.float() * k_descale, and scores and
+            skips are theirs. Positive float, or float32 tensor (), (num_kv_heads,) or (batch, num_kv_heads)
+            on the device of q, where values are not read back. Default 1.
+        v_descale: the same for v_cache.
         threshold: as in `blasst_attn_func`.
         threshold_scale_factor: as in `blasst_attn_func`; divides by cache and new keys of each sequence.
         causal: bottom-right aligned; matters for more than one new token. Default False.
@@ -296,8 +304,9 @@ def blasst_attn_with_kvcache(
 
     Raises:
         TypeError: a wrong type, or a dtype of an argument that is fixed.
-        ValueError: a wrong value, shape or device, or dtypes of q, k, v that differ.
-        UnsupportedError: no kernel can serve the call.
+        ValueError: a wrong value, shape or device, dtypes of q, k, v that do not fit each other, or a scale
+            beside a cache that is not float8_e4m3fn.
+        UnsupportedError: no kernel can serve the call, or the cache has another 8-bit dtype.
         NotImplementedError: gradients are wanted.
 
     Source: BLASST (arXiv:2512.12087) section 3.4; the anchor rule is docs/method.md.
@@ -317,8 +326,8 @@ def blasst_attn_with_kvcache(
         return_kept_tiles,
         impl,
     )
-    checks.check_qkv(q, k_cache, v_cache, 4, 4, ("q", "k_cache", "v_cache"))
-    batch = q.shape[0]
+    checks.check_qkv(q, k_cache, v_cache, 4, 4, ("q", "k_cache", "v_cache"), fp8=True)
+    batch, num_kv_heads = q.shape[0], k_cache.shape[2]
     if block_table is not None:
         checks.check_index("block_table", block_table, (batch, None), q.device)
         capacity = block_table.shape[1] * k_cache.shape[1]
@@ -327,7 +336,7 @@ def blasst_attn_with_kvcache(
         checks.check_batch(k_cache, q, ("k_cache", "q"))
     before = _cache_lengths(cache_seqlens, block_table, k, batch, capacity, q.device)
     if k is not None or v is not None:
-        k, v = check_new_keys(k_cache, v_cache, k, v, batch)
+        k, v = check_new_keys(k_cache, v_cache, k, v, batch, q.dtype)
         checks.check_no_grad(k, v)
     lengths = before if k is None else before + k.shape[1]
     kv_len = lengths
@@ -338,6 +347,8 @@ def blasst_attn_with_kvcache(
         checks.check_lengths("cache_seqlens minus cache_leftpad", kv_len, 0, capacity)
     if block_table is not None:
         checks.check_pages(block_table, lengths, cache_leftpad, k_cache)
+    k_scale = checks.check_descale("k_descale", k_descale, batch, num_kv_heads, k_cache)
+    v_scale = checks.check_descale("v_descale", v_descale, batch, num_kv_heads, v_cache)
     phase: Phase = "decode" if q.shape[1] <= MAX_DECODE_TOKENS else "prefill"
     problem = _problem(
         q,
@@ -350,11 +361,13 @@ def blasst_attn_with_kvcache(
         seqused_k=lengths,
         leftpad_k=cache_leftpad,
         block_table=block_table,
+        k_descale=k_scale,
+        v_descale=v_scale,
     )
     if k is not None and v is not None:
         if not torch.compiler.is_compiling():
             select.choose(problem, impl)  # a call that cannot be served must leave the cache alone
-        append_to_cache(k_cache, v_cache, k, v, before, block_table)
+        append_to_cache(k_cache, v_cache, k, v, before, block_table, k_scale, v_scale)
     return op.call(problem, impl, return_lse)
 
 
@@ -402,6 +415,8 @@ def _problem(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     block_table: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> AttentionProblem:
     """Check the shared options and build the problem."""
     if options.impl not in IMPLS:
@@ -429,6 +444,8 @@ def _problem(
         block_table=block_table,
         max_seqlen_q=max_seqlens[0],
         max_seqlen_k=max_seqlens[1],
+        k_descale=k_descale,
+        v_descale=v_descale,
         want_counts=options.return_counts,
         want_mass_bound=options.return_mass_bound,
         want_kept_tiles=options.return_kept_tiles,

@@ -290,6 +290,8 @@ def arguments(phase, **change):
         "block_table": None,
         "max_seqlen_q": 70,
         "max_seqlen_k": 300,
+        "k_descale": None,
+        "v_descale": None,
         "want_counts": True,
         "want_mass_bound": True,
         "want_kept_tiles": True,

@@ -207,6 +207,10 @@ def test_served_calls_have_no_reason(changes):
     [
         ({"phase": "decode"}, "decode"),
         (sized(128, dtype=torch.float32), "dtype torch.float32, supported are float16 and bfloat16"),
+        (
+            {name: sized(128, dtype=torch.float8_e4m3fn)[name] for name in "kv"},
+            "the cache has dtype torch.float8_e4m3fn, supported is that of q",
+        ),
         (sized(80), "head dims are (80, 80), supported are equal ones of 64, 96, 128"),
         (sized(128, 64), "head dims are (128, 64)"),
         ({"softmax_scale": -0.1}, "softmax_scale is -0.1"),

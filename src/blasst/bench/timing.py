@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-#: Bytes written between calls to empty the L2 cache; larger than that of any GPU so far (H200: 50 MiB).
+#: Bytes read between calls to empty the L2 cache; larger than that of any GPU so far (H200: 50 MiB). Not
+#: written: dirty lines would be written back during the timed call, and between the layers of a model it is
+#: weights that fill the cache.
 _FLUSH_BYTES = 256 * 2**20
-#: Times that this is written. One takes an H200 some 70 us, less than the host may need to start a call, and
+#: Times that this is read. One takes an H200 some 70 us, less than the host may need to start a call, and
 #: the wait for the host would count as time of the call.
 _FLUSHES = 8
 
@@ -79,7 +81,7 @@ def interleaved(
         device: where the calls run; "cuda" is timed with events, anything else with the host's clock.
         repeats: timed calls of each variant.
         warmup: calls of each variant before that.
-        cold_l2: overwrite the GPU's L2 cache before each timed call, as between the layers of a model.
+        cold_l2: empty the GPU's L2 cache before each timed call, as between the layers of a model.
 
     Raises:
         ValueError: repeats below 1.
@@ -87,7 +89,7 @@ def interleaved(
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     on_gpu = device.type == "cuda"
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device) if on_gpu and cold_l2 else None
+    flush = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device=device) if on_gpu and cold_l2 else None
     for call in variants.values():
         for _ in range(warmup):
             call()
@@ -100,7 +102,7 @@ def interleaved(
                 continue
             if flush is not None:
                 for _ in range(_FLUSHES):
-                    flush.zero_()
+                    flush.max()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             call()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from blasst.core.errors import UnsupportedError
+from blasst.core.types import FP8
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -129,19 +130,30 @@ def check_max_skipped_mass(value: object, has_threshold: bool) -> float | None:
     return number
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_dim: int, kv_dim: int, names: tuple[str, str, str]) -> None:
-    """Types, dtypes, devices, ranks and head counts of q, k, v."""
+def check_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_dim: int,
+    kv_dim: int,
+    names: tuple[str, str, str],
+    fp8: bool = False,
+) -> None:
+    """Types, dtypes, devices, ranks and head counts of q, k, v; with fp8, k and v may be float8_e4m3fn."""
     for name, tensor, dim in zip(names, (q, k, v), (q_dim, kv_dim, kv_dim), strict=True):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, want a tensor")
         if tensor.dim() != dim:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want {dim} dimensions")
     name_q, name_k, name_v = names
+    dtype, like = (FP8, name_k) if fp8 and k.dtype == FP8 else (q.dtype, name_q)
     for name, tensor in ((name_k, k), (name_v, v)):
         if tensor.device != q.device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}, want {q.device} like {name_q}")
-        if tensor.dtype != q.dtype:
-            raise ValueError(f"{name}: got dtype {tensor.dtype}, want {q.dtype} like {name_q}")
+        if fp8 and tensor.dtype.itemsize == 1 and tensor.dtype not in (FP8, q.dtype):
+            raise UnsupportedError(f"{name}: got dtype {tensor.dtype}, supported are that of q and {FP8}")
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name}: got dtype {tensor.dtype}, want {dtype} like {like}")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"{name_v}: got shape {tuple(v.shape)}, want {tuple(k.shape[:-1])} + (head_dim_v,) like {name_k}"
@@ -204,6 +216,36 @@ def check_sinks(sinks: object, num_heads: int, device: torch.device) -> Tensor |
     if readable(sinks) and not bool((sinks < math.inf).all()):
         raise ValueError(f"sinks: got {sinks.tolist()[:8]}, want numbers below inf (-inf = no sink)")
     return sinks.float()
+
+
+def check_descale(name: str, value: object, batch: int, num_kv_heads: int, cache: Tensor) -> Tensor | None:
+    """The scale of an fp8 cache as float32 (batch, num_kv_heads) on its device; None = 1.
+
+    Floats and CPU tensors are checked for 0 < value < inf; values on another device are not read back.
+    """
+    if value is None:
+        return None
+    if cache.dtype != FP8:
+        raise ValueError(f"{name}: got a scale beside a cache of {cache.dtype}, want None unless it is {FP8}")
+    shape = (batch, num_kv_heads)
+    wanted = f"a positive float, or a float32 tensor (), ({num_kv_heads},) or {shape} on {cache.device}"
+    if isinstance(value, Tensor):
+        if value.dtype != torch.float32:
+            raise TypeError(f"{name}: got dtype {value.dtype}, want {wanted}")
+        if value.device != cache.device:
+            raise ValueError(f"{name}: got a tensor on {value.device}, want {wanted}")
+        if tuple(value.shape) not in ((), shape[1:], shape):
+            raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {wanted}")
+        if readable(value) and not bool(((value > 0) & (value < math.inf)).all()):
+            raise ValueError(f"{name}: got {value.flatten().tolist()[:8]}, want {wanted}")
+        return value.expand(shape)
+    number = check_number(name, value, wanted)
+    if torch.compiler.is_compiling():  # as in check_threshold
+        return torch.ones(shape, dtype=torch.float32, device=cache.device) * number
+    limits = torch.finfo(torch.float32)
+    if not limits.tiny <= number <= limits.max:
+        raise ValueError(f"{name}: got {number!r}, want {wanted}")
+    return torch.full((), number, dtype=torch.float32, device=cache.device).expand(shape)
 
 
 def check_no_grad(*tensors: Tensor | None) -> None:

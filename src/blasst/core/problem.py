@@ -20,7 +20,7 @@ class AttentionProblem:
     Attributes:
         q: (batch, seqlen_q, num_heads, head_dim) or packed (total_q, num_heads, head_dim).
         k: (batch, seqlen_k, num_kv_heads, head_dim), packed (total_k, num_kv_heads, head_dim), or pages
-            (num_pages, page_size, num_kv_heads, head_dim).
+            (num_pages, page_size, num_kv_heads, head_dim). Dtype of q, or float8_e4m3fn.
         v: like k, with head_dim_v; may share storage with k (MLA).
         phase: which rule of the specification applies.
         threshold: float32 (batch,) on the device of q with values in [0, 1] (values on a device are not
@@ -39,6 +39,9 @@ class AttentionProblem:
         block_table: int32 (batch, max_pages) page index of each page of a sequence, or None.
         max_seqlen_q: upper bound of query rows of a sequence (host integer).
         max_seqlen_k: upper bound of key slots of a sequence (host integer).
+        k_descale: float32 (batch, num_kv_heads), any strides: the keys are k.float() * k_descale, and scores
+            and decisions are theirs; None = 1. Only with k in float8_e4m3fn.
+        v_descale: the same for v.
         want_counts: fill AttentionOutput.counts.
         want_mass_bound: fill AttentionOutput.mass_bound.
         want_kept_tiles: fill AttentionOutput.kept_tiles.
@@ -62,6 +65,8 @@ class AttentionProblem:
     block_table: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
     want_counts: bool = False
     want_mass_bound: bool = False
     want_kept_tiles: bool = False

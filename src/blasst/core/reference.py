@@ -89,6 +89,8 @@ def reference_attention(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     block_table: Tensor | None = None,
+    k_descale: float | Tensor | None = None,
+    v_descale: float | Tensor | None = None,
     tile: TileShape | None = None,
     order: VisitingOrder = "sink_first",
     kept_tiles: Tensor | None = None,
@@ -113,6 +115,9 @@ def reference_attention(
         seqused_k: (batch,) key slots in use.
         leftpad_k: (batch,) first valid key slot.
         block_table: (batch, max_pages).
+        k_descale: the keys are k.float() * k_descale; float, (), (num_kv_heads,) or (batch, num_kv_heads);
+            None = 1.
+        v_descale: the same for v.
         tile: vote shape; default the serving shape of the phase.
         order: visiting order of prefill.
         kept_tiles: a map to follow instead of deciding (True = keep).
@@ -131,6 +136,11 @@ def reference_attention(
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     if threshold is not None:
         threshold = torch.as_tensor(threshold, dtype=torch.float64, device=q.device).expand(batch)
+    shape = batch, k.shape[-2]
+    scales = [
+        None if x is None else torch.as_tensor(x, dtype=torch.float32, device=q.device).expand(shape)
+        for x in (k_descale, v_descale)
+    ]
     problem = AttentionProblem(
         q=q,
         k=k,
@@ -150,6 +160,8 @@ def reference_attention(
         block_table=block_table,
         max_seqlen_q=max_q,
         max_seqlen_k=max_k,
+        k_descale=scales[0],
+        v_descale=scales[1],
     )
     return run_reference(problem, tile=tile, order=order, kept_tiles=kept_tiles, dtype=dtype)
 

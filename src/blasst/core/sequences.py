@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from blasst.core.problem import AttentionProblem
-from blasst.core.types import TileShape, VisitingOrder, num_tiles
+from blasst.core.types import FP8, TileShape, VisitingOrder, num_tiles
 
 
 @dataclass(frozen=True)
 class SequenceView:
-    """One sequence of a batch; k and v hold its real keys only.
+    """One sequence of a batch; k and v hold its real keys only, times their descale.
 
     Attributes:
         index: position in the batch.
@@ -35,7 +35,13 @@ def _pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
     """The first `length` slots of a paged sequence; entries of the table past need are not read."""
     page_size = cache.shape[1]
     pages = table[: num_tiles(length, page_size)].long()
-    return cache[pages].flatten(0, 1)[:length]
+    bits = cache.view(torch.uint8) if cache.dtype == FP8 else cache  # torch indexes no fp8 on a CPU
+    return bits[pages].view(cache.dtype).flatten(0, 1)[:length]
+
+
+def _descaled(x: Tensor, descale: Tensor | None, index: int) -> Tensor:
+    """The real keys or values of a sequence (seqlen_k, num_kv_heads, dim)."""
+    return x if descale is None else x.float() * descale[index, :, None]
 
 
 def split_sequences(problem: AttentionProblem) -> Iterator[SequenceView]:
@@ -69,6 +75,7 @@ def split_sequences(problem: AttentionProblem) -> Iterator[SequenceView]:
             k, v = problem.k[index, :end], problem.v[index, :end]
         if pad is not None:
             k, v = k[pad[index] :], v[pad[index] :]
+        k, v = _descaled(k, problem.k_descale, index), _descaled(v, problem.v_descale, index)
         yield SequenceView(index, q, k, v, rows)
 
 

@@ -16,6 +16,9 @@ PHASES: tuple[Phase, ...] = ("prefill", "decode")
 #: New tokens per sequence up to which a call against a cache follows the decode rule.
 MAX_DECODE_TOKENS = 8
 
+#: The 8-bit dtype that a KV cache may have; finite up to 448, NaN, no infinity.
+FP8 = torch.float8_e4m3fn
+
 #: Keys of a tile that share one maximum in the mass bound.
 MASS_GROUP_SIZE = 8
 

@@ -32,6 +32,8 @@ _ARGUMENTS = {
     "block_table": "Tensor?",
     "max_seqlen_q": "SymInt",
     "max_seqlen_k": "SymInt",
+    "k_descale": "Tensor?",
+    "v_descale": "Tensor?",
     "want_counts": "bool",
     "want_mass_bound": "bool",
     "want_kept_tiles": "bool",

@@ -62,6 +62,8 @@ def _shape_reason(problem: AttentionProblem) -> str | None:
     q = problem.q
     if q.dtype not in DTYPES:
         return f"q has dtype {q.dtype}, supported are float16 and bfloat16"
+    if problem.k.dtype != q.dtype:
+        return f"the cache has dtype {problem.k.dtype}, supported is that of q"
     dims = (problem.head_dim, problem.head_dim_v)
     if dims[0] != dims[1] or dims[0] not in HEAD_DIMS:
         return f"head dims are {dims}, supported are equal ones of {', '.join(map(str, HEAD_DIMS))}"

@@ -11,7 +11,7 @@ import importlib.util
 import torch
 
 from blasst.core.problem import AttentionProblem
-from blasst.core.types import DECODE_TILE, PREFILL_TILE, num_tiles
+from blasst.core.types import DECODE_TILE, FP8, PREFILL_TILE, num_tiles
 
 #: Programs on the first axis of a grid.
 _MAX_PROGRAMS = 2**31 - 1
@@ -45,6 +45,8 @@ def unsupported_reason(problem: AttentionProblem) -> str | None:
             return "Triton's interpreter computes bfloat16 wrongly, use float16 or float32 with it"
         if _before_ampere(q.device):
             return "bfloat16 needs compute capability 8.0, use float16 on this GPU"
+    if problem.k.dtype == FP8:
+        return f"a cache of {FP8}"
     return _shape_reason(problem)
 
 
