@@ -11,7 +11,6 @@ STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: venv demo test style test-gpu clean
-.PHONY: test-serving test-serving-modelopt test-serving-diffusers
 
 venv: $(STAMP)
 
@@ -39,7 +38,11 @@ style: $(STAMP)
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 
-# Each host in a virtual environment of its own, which stays.
+clean:
+	rm -rf .venv demo dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+# Tests with other programs, each in a virtual environment of its own, which stays until make clean.
+.PHONY: test-serving test-serving-modelopt test-serving-diffusers clean-serving
 test-serving: test-serving-modelopt test-serving-diffusers
 
 test-serving-modelopt:
@@ -54,5 +57,6 @@ test-serving-diffusers:
 	.venv-diffusers/bin/pip install --quiet -e ".[hf]" "diffusers==0.42.*" pytest
 	.venv-diffusers/bin/python -m pytest tests/serving/diffusers
 
-clean:
-	rm -rf .venv .venv-* demo dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+clean: clean-serving
+clean-serving:
+	rm -rf .venv-modelopt .venv-diffusers
