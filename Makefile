@@ -28,19 +28,6 @@ demo: $(STAMP)
 test: style
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=15
 
-style: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-
-# On a machine with a GPU and its own torch, triton and pytest; no virtual environment is made.
-test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
-
-clean:
-	rm -rf .venv demo dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-
 # Tests with other programs, each in a virtual environment of its own, which stays until make clean.
 .PHONY: test-serving test-serving-modelopt test-serving-diffusers clean-serving
 test-serving: test-serving-modelopt test-serving-diffusers
@@ -60,3 +47,16 @@ test-serving-diffusers:
 clean: clean-serving
 clean-serving:
 	rm -rf .venv-modelopt .venv-diffusers
+
+style: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# On a machine with a GPU and its own torch, triton and pytest; no virtual environment is made.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+
+clean:
+	rm -rf .venv demo dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
