@@ -28,6 +28,26 @@ demo: $(STAMP)
 test: style
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=15
 
+# Tests with other programs, each in a virtual environment of its own, which stays until make clean.
+.PHONY: test-serving test-serving-modelopt test-serving-diffusers clean-serving
+test-serving: test-serving-modelopt test-serving-diffusers
+
+test-serving-modelopt:
+	test -d .venv-modelopt || $(PYTHON) -m venv .venv-modelopt
+	.venv-modelopt/bin/pip install --quiet "$(TORCH)"
+	.venv-modelopt/bin/pip install --quiet -e ".[hf,cli]" "nvidia-modelopt==0.47.*" requests pytest
+	.venv-modelopt/bin/python -m pytest tests/serving/modelopt
+
+test-serving-diffusers:
+	test -d .venv-diffusers || $(PYTHON) -m venv .venv-diffusers
+	.venv-diffusers/bin/pip install --quiet "$(TORCH)"
+	.venv-diffusers/bin/pip install --quiet -e ".[hf]" "diffusers==0.42.*" pytest
+	.venv-diffusers/bin/python -m pytest tests/serving/diffusers
+
+clean: clean-serving
+clean-serving:
+	rm -rf .venv-modelopt .venv-diffusers
+
 style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
