@@ -29,15 +29,10 @@ _BACKENDS = "blasst.integrations.vllm_backend"
 
 
 def register() -> None:
-    """Entry point of the group vllm.general_plugins; may be called more than once.
-
-    Raises:
-        ValueError: the environment variables hold an unknown name or a wrong value.
-    """
+    """Entry point of the group vllm.general_plugins; may be called more than once."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    ServingOptions.read()
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{_BACKENDS}.BlasstCPUBackend")
     else:
