@@ -296,6 +296,11 @@ class BlasstBackend(AttentionBackend):
         return (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """A step is split on the host, by the host's query lengths."""
+        return False
+
+    @classmethod
     def supports_sink(cls) -> bool:
         """Attention sinks are served."""
         return True

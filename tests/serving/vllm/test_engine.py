@@ -44,6 +44,9 @@ LENGTHS = [
 
 NEW_TOKENS = 16
 
+#: Where the prompt of 6,000 tokens stands in the text.
+AT_6K = slice(3000, 9000)
+
 
 def prompts(prose: list[int]) -> list[list[int]]:
     return [
@@ -84,8 +87,11 @@ def test_counts_are_those_of_the_definition(run_engine: Run, prose: list[int], s
     assert result.totals["prefill"][0] > 0 and result.totals["decode"][0] > 0
 
 
-def transformers_sparsity(loaded: LoadedModel, tokens: list[int], new: int) -> dict[str, float]:
-    ids = torch.tensor([tokens])
+@pytest.fixture(scope="module")
+def transformers_sparsity(smollm2: LoadedModel, prose: list[int]) -> dict[str, float]:
+    """Of the transformers integration for the 6K prompt, per phase."""
+    loaded, new = smollm2, NEW_TOKENS
+    ids = torch.tensor([prose[AT_6K]])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with blasst.sparse_attention(loaded.model, profile=PROFILE, target_sparsity=0.5, collect_counts=True):
@@ -100,10 +106,9 @@ def transformers_sparsity(loaded: LoadedModel, tokens: list[int], new: int) -> d
 
 @pytest.mark.parametrize("chunk", [8192, 2048])
 def test_sparsity_at_6k_is_that_of_the_transformers_integration(
-    chunk: int, run_engine: Run, prose: list[int], smollm2: LoadedModel
+    chunk: int, run_engine: Run, prose: list[int], transformers_sparsity: dict[str, float]
 ) -> None:
-    tokens = prose[3000:9000]
-    wanted = transformers_sparsity(smollm2, tokens, NEW_TOKENS)
+    tokens, wanted = prose[AT_6K], transformers_sparsity
     result = run_engine(
         [[tokens]],
         {"profile": str(PROFILE), "target_sparsity": 0.5},

@@ -9,7 +9,6 @@ import math
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from vllm_parts import PROFILE, environment
+from vllm_parts import PROFILE, SERVER, environment
 
 REQUESTS = 50
 #: Every seventh request is given up after its first piece of answer.
@@ -49,7 +48,6 @@ def get(port: int, path: str) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
-    program = str(Path(sys.executable).with_name("vllm"))
     options = ["--dtype", "float32", "--max-model-len", "8192", "--max-num-seqs", "4", "--enforce-eager"]
     options += ["--max-num-batched-tokens", "1024", "--host", "127.0.0.1", "--port", str(port)]
     options += ["--served-model-name", "smollm2"]
@@ -58,7 +56,7 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     )
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [program, "serve", str(model_folder), *options], env=variables, stdout=file, stderr=file
+            [*SERVER, "--model", str(model_folder), *options], env=variables, stdout=file, stderr=file
         )
     try:
         for _ in range(300):

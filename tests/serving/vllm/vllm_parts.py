@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[3]
 #: Counted in bfloat16 with the GPU kernels; the test compares with the transformers integration, not with it.
 PROFILE = ROOT / "benchmarks" / "results" / "h200_smollm2" / "profile.json"
+
+
+#: The command `vllm` asks for a package named vllm, which the CPU build is not.
+SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 
 
 def environment(**changes: str) -> dict[str, str]:
