@@ -44,6 +44,13 @@ for name, case in json.load(open(sys.argv[1])).items():
             impl = BlasstImpl(num_heads=6, scale=0.1, num_kv_heads=2, **{"head_size": 64, **case})
             if shape:
                 split_cache(torch.zeros(shape), 2, 64, 128, torch.float32)
+        key, value = torch.randn(2, 4, 2, 64)
+        cache = torch.full((3, 2, 128, 128), torch.nan)
+        impl.do_kv_cache_update(None, key, value, cache, torch.tensor([5, -1, 130, 0]))
+        k, v = split_cache(cache, 2, 64, 128, torch.float32)
+        for new, pages in ((key, k), (value, v)):
+            assert all(torch.equal(pages[p, s], new[i]) for i, p, s in ((0, 0, 5), (2, 1, 2), (3, 0, 0)))
+        assert int(cache.isfinite().sum()) == 3 * 2 * 128
         said = "made"
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
