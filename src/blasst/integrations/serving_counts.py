@@ -76,6 +76,7 @@ class SkipMeter:
     _logged: Totals = field(default_factory=lambda: dict.fromkeys(PHASES, Tiles(0, 0)), repr=False)
     _written: Totals | None = field(default=None, repr=False)
     _stop: threading.Event = field(default_factory=threading.Event, repr=False)
+    _looking: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, phase: Phase, counts: SkipCounts) -> None:
         """Add the tiles of one call; no synchronisation."""
@@ -111,13 +112,14 @@ class SkipMeter:
                 last = time.monotonic()
 
     def _look(self, log: bool) -> None:
-        totals = self.totals()
-        if totals != self._written and self.folder is not None and self.folder.is_dir():
-            write_totals(self.folder, totals)
-        self._written = totals
-        if log and self.log is not None and self.log_interval > 0 and totals != self._logged:
-            self.log(describe(totals, self._logged))
-            self._logged = totals
+        with self._looking:  # the thread and `stop` may meet here
+            totals = self.totals()
+            if totals != self._written and self.folder is not None and self.folder.is_dir():
+                write_totals(self.folder, totals)
+            self._written = totals
+            if log and self.log is not None and self.log_interval > 0 and totals != self._logged:
+                self.log(describe(totals, self._logged))
+                self._logged = totals
 
 
 def write_totals(folder: Path, totals: Totals) -> None:
