@@ -23,7 +23,8 @@ from blasst.integrations.diffusers_session import (
     Unsupported,
     find_layers,
 )
-from blasst.integrations.transformers_state import Counters, LayerStats, ThresholdRule, resolve_rules
+from blasst.integrations.threshold_rules import ThresholdRule, resolve_rules
+from blasst.integrations.transformers_state import Counters, LayerStats
 from blasst.kernels.names import IMPLS
 
 __all__ = ["Enabled", "attention_stats", "disable", "enable", "fingerprint_of", "reset_stats"]
