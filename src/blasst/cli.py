@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from blasst._version import __version__
-from blasst.calibrate.engines import Engine
+from blasst.calibrate.engines import TILE_NAMES, Engine
 from blasst.cli_arguments import (
     DEFAULT_MODEL,
     INSTALL_MODEL,
@@ -20,15 +20,19 @@ from blasst.cli_arguments import (
     LengthList,
     Lengths,
     Thresholds,
+    TileChoice,
     device_name,
     existing_file,
     existing_folder,
+    export_output,
     model_argument,
+    model_config_file,
     output_file,
     output_folder,
     profile_file,
     sparse_settings,
     sparsity_target,
+    tile_choice,
 )
 from blasst.cli_bench import bench_app
 from blasst.cli_output import error_console, print_json, print_table, progress_bar
@@ -61,6 +65,7 @@ Targets = Annotated[
 ]
 _CALIBRATION_LENGTHS = LengthList((1024, 2048, 4096, 8192))
 _EVAL_LENGTHS = LengthList((4096,))
+_OWN_TILES = TileChoice(("blasst",))
 
 _show_traceback = False
 
@@ -121,14 +126,29 @@ def calibrate(
         float | None,
         typer.Option(parser=sparsity_target, metavar="S", help="Default target to keep in the profile."),
     ] = None,
+    tiles: Annotated[
+        TileChoice,
+        typer.Option(
+            parser=tile_choice,
+            metavar="T,T",
+            help=f"Count as these kernels vote, for an export to their engine: {', '.join(TILE_NAMES)}.",
+        ),
+    ] = _OWN_TILES,
+    splits: Annotated[int, typer.Option(min=1, help="KV splits of xqa.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     device: Device = "cpu",
     json_output: Json = False,
 ) -> None:
     """Count skipped tiles in one pass per prompt and fit the threshold for any target and length."""
+    if splits != 1 and "xqa" not in tiles:
+        raise typer.BadParameter("--splits is for --tiles xqa")
+    if tiles == ("xqa",) and decode_tokens == 0:
+        raise typer.BadParameter("--tiles xqa counts decode, so --decode-tokens must be at least 1")
+    from blasst.calibrate.tiles import counting_rules
     from blasst.report.calibration import CalibrationPlan, calibrate_model, profile_summary
 
-    plan = CalibrationPlan(tuple(lengths), per_kind, decode_tokens, seed, target)
+    rules = counting_rules(tiles, splits=splits)
+    plan = CalibrationPlan(tuple(lengths), per_kind, decode_tokens, seed, target, rules)
     loaded = _load_model(model, device)
     with progress_bar("calibrate") as progress:
         profile = calibrate_model(loaded, plan, progress)
@@ -250,27 +270,54 @@ def export(
         float | None,
         typer.Option(parser=sparsity_target, metavar="S", help="Default: the targets in the profile."),
     ] = None,
+    decode_target: Annotated[
+        float | None,
+        typer.Option(parser=sparsity_target, metavar="S", help="Another target for decode than --target."),
+    ] = None,
     length: Annotated[
         int | None, typer.Option(min=1, help="Keys at which the factors shall be exact; not for modelopt.")
     ] = None,
     ignore: Annotated[
         list[str] | None, typer.Option(help="Module pattern that stays dense; modelopt only; repeatable.")
     ] = None,
+    attention_class: Annotated[
+        list[str] | None, typer.Option(help="Class name of attention modules; modelopt only; repeatable.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            parser=model_config_file,
+            metavar="FILE",
+            help="config.json of the model, or its folder: write a copy with the setting; modelopt only.",
+        ),
+    ] = None,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Write into --config itself instead of a copy.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(parser=output_file, metavar="FILE", help="Write there; default: print.")
     ] = None,
     json_output: Json = False,
 ) -> None:
     """Write a calibration as the setting of another engine, and say where that engine differs."""
+    out = export_output(to, config, in_place, out)
+    if decode_target is not None and target is None:
+        raise typer.BadParameter("--decode-target needs --target, which is then that of prefill")
+    from blasst.calibrate.checkpoint import replace_file
     from blasst.calibrate.export import export_profile
     from blasst.core.profile import load_profile
 
     setting = export_profile(
-        load_profile(profile, serving=False), to, target_sparsity=target, kv_len=length, ignore=ignore or ()
+        load_profile(profile, serving=False),
+        to,
+        target_sparsity=target if decode_target is None else {"prefill": target, "decode": decode_target},
+        kv_len=length,
+        targets=attention_class or (),
+        ignore=ignore or (),
+        model_config=config,
     )
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(setting.text, encoding="utf-8")
+        replace_file(out, setting.text)
     if json_output:
         print_json({**asdict(setting), "file": None if out is None else str(out)})
         return

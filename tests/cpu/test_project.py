@@ -27,8 +27,8 @@ SOURCE = ROOT / "src" / "blasst"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
-#: Modules that need a package which is not there without a GPU, and the program's entry point.
-NOT_IMPORTED = ("blasst.__main__", "blasst.kernels.cuda")
+#: Modules that need a package which is not there (a GPU's, an engine's), and the program's entry point.
+NOT_IMPORTED = ("blasst.__main__", "blasst.kernels.cuda", "blasst.integrations.vllm_backend")
 
 
 def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -13,9 +13,9 @@ from blasst._version import __version__
 from blasst.calibrate.counts import CountPoint, group_by_length
 from blasst.calibrate.fit import fit_phase
 from blasst.core.errors import CalibrationError
-from blasst.core.phase_fit import SERVING_ORDERS, SERVING_TILES, CountingOrder
+from blasst.core.phase_fit import SERVING_RULES, CountingRule
 from blasst.core.profile import DataInfo, ModelInfo, Profile
-from blasst.core.types import PHASES, Phase, TileShape
+from blasst.core.types import PHASES, Phase
 
 
 class CountRecord(Protocol):
@@ -97,8 +97,7 @@ def build_profile(
     model_info: ModelInfo,
     data_info: DataInfo,
     target_sparsity: float | Mapping[Phase, float | None] | None = None,
-    tiles: Mapping[Phase, TileShape] = SERVING_TILES,
-    orders: Mapping[Phase, CountingOrder] = SERVING_ORDERS,
+    rules: Mapping[Phase, CountingRule] | None = None,
     min_samples: int = 2,
 ) -> Profile:
     """Fit every phase that was counted.
@@ -109,14 +108,15 @@ def build_profile(
         data_info: on what.
         target_sparsity: default targets to keep in the profile: a number for every counted phase or a
             mapping; a target out of reach at the longest length is an error. None = no default.
-        tiles: tile shape that was counted in, per phase.
-        orders: visiting order that was counted in, per phase.
+        rules: tile shape and order that was counted in, per phase; None = what the table says, or ours.
         min_samples: fewest prompts per phase.
 
     Raises:
         CalibrationError: no records, or counts that cannot be fitted (see `fit_phase`).
         ProfileError: a default target for a phase that was not counted.
     """
+    if rules is None:
+        rules = getattr(counts, "rules", SERVING_RULES)
     points = _points_by_phase(counts)
     if not points:
         raise CalibrationError(f"need at least {min_samples} samples at 2 or more lengths, got 0")
@@ -130,8 +130,9 @@ def build_profile(
         phase: fit_phase(
             points[phase],
             phase=phase,
-            tile=tiles[phase],
-            order=orders[phase],
+            tile=rules[phase].tile,
+            order=rules[phase].order,
+            splits=rules[phase].splits,
             min_samples=min_samples,
             target_sparsity=targets.get(phase),
         )

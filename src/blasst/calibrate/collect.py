@@ -7,7 +7,7 @@ ln t), so one pass counts for every candidate threshold at once. Decode counts c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from blasst.calibrate.counts import CountPoint, Floats
 from blasst.calibrate.generate import greedy_pass
+from blasst.calibrate.histograms import Histograms
 from blasst.calibrate.prompts import Prompt, prompts_hash
 from blasst.core.errors import CalibrationError
-from blasst.core.types import DECODE_TILE, PHASES, PREFILL_TILE, Phase, TileShape, VisitingOrder
+from blasst.core.phase_fit import SERVING_RULES, CountingRule
+from blasst.core.types import PHASES, Phase
 from blasst.integrations.transformers_attention import AttentionCall, Layer, Session, session_of
 from blasst.kernels.eager import decode_margins, prefill_margins
 
@@ -64,6 +66,7 @@ class CountTable:
         records: one per prompt and phase.
         data_hash: digest of the token ids.
         num_prompts: prompts that were run.
+        rules: how was counted, per phase.
     """
 
     thresholds: Floats
@@ -71,6 +74,7 @@ class CountTable:
     records: tuple[CountRecord, ...]
     data_hash: str
     num_prompts: int
+    rules: Mapping[Phase, CountingRule] = field(default_factory=lambda: SERVING_RULES)
 
     def points(self, phase: Phase) -> list[CountPoint]:
         """Counts per prompt, summed over layers and heads, for the fit; none for prompts without tiles."""
@@ -95,95 +99,36 @@ class CountTable:
 
 @dataclass(eq=False)
 class _CountingHandler:
-    """Runs the model's own attention and adds each call's margins to histograms on the device.
+    """Runs the model's own attention and adds each call's margins to the histograms."""
 
-    Bin i of a histogram holds the tiles whose margin is at least i of the sorted log thresholds, so the tiles
-    skipped at threshold j are those in bins 0 to j.
-    """
-
-    log_thresholds: Floats
+    histograms: Histograms
     phases: Sequence[Phase]
-    prefill_tile: TileShape
-    prefill_order: VisitingOrder
-    histograms: dict[tuple[Phase, int, int], Tensor] = field(default_factory=dict)
-    lengths: dict[tuple[Phase, int], dict[int, list[int]]] = field(default_factory=dict)
-    _edges: dict[torch.device, Tensor] = field(default_factory=dict)
-
-    def edges(self, device: torch.device) -> Tensor:
-        """The sorted log thresholds, float32, on a device."""
-        if device not in self._edges:
-            self._edges[device] = torch.tensor(self.log_thresholds, dtype=torch.float32, device=device)
-        return self._edges[device]
+    rules: Mapping[Phase, CountingRule]
 
     def __call__(self, layer: Layer, call: AttentionCall) -> Tensor:
         """The model's own attention; counts on the side."""
         if call.phase in self.phases:
             for index, rows, keys in call.sequences():
                 q, k = call.q[index, rows], call.k[index, keys]
-                known = self.lengths.setdefault((call.phase, index), {})
-                known.setdefault(layer.index, []).append(k.shape[0])
-                self._add((call.phase, index, layer.index), self._margins(call, q, k))
+                self.histograms.add(call.phase, index, layer.index, k.shape[0], self._margins(call, q, k))
         return call.native()
 
     def _margins(self, call: AttentionCall, q: Tensor, k: Tensor) -> Tensor:
         """Margins (heads that vote, visited tiles) of one sequence."""
-        if call.phase == "decode":
-            return decode_margins(
-                q,
-                k,
-                softmax_scale=call.scale,
-                causal=True,
-                window_size=call.window_size,
-                softcap=call.softcap,
-                sinks=call.sinks,
-            )[1]
-        parts = [
-            margin
-            for _, _, margin in prefill_margins(
-                q,
-                k,
-                softmax_scale=call.scale,
-                causal=True,
-                window_size=call.window_size,
-                softcap=call.softcap,
-                sinks=call.sinks,
-                tile=self.prefill_tile,
-                order=self.prefill_order,
-            )
-        ]
+        rule = self.rules[call.phase]
+        options: dict[str, Any] = {
+            "softmax_scale": call.scale,
+            "causal": True,
+            "window_size": call.window_size,
+            "softcap": call.softcap,
+            "sinks": call.sinks,
+            "tile": rule.tile,
+        }
+        if rule.tile.query is None:
+            return decode_margins(q, k, splits=None if rule.order == "anchors" else rule.splits, **options)[1]
+        options["order"] = rule.order
+        parts = [margin for _, _, margin in prefill_margins(q, k, **options)]
         return torch.cat(parts, dim=1)
-
-    def _add(self, key: tuple[Phase, int, int], margins: Tensor) -> None:
-        edges = self.edges(margins.device)
-        bins = torch.bucketize(margins, edges, right=True)  # NaN goes last: kept
-        known = self.histograms.get(key)
-        if known is None:
-            known = torch.zeros(margins.shape[0], len(edges) + 1, dtype=torch.int64, device=margins.device)
-            self.histograms[key] = known
-        known.scatter_add_(1, bins, torch.ones_like(bins))
-
-    def take(
-        self, phase: Phase, index: int, layers: int
-    ) -> tuple[int, NDArray[np.int64], NDArray[np.int64]] | None:
-        """(kv_len, skipped, visited) of one sequence since the last `clear`; None = it never ran."""
-        known = self.lengths.get((phase, index))
-        if not known:
-            return None
-        lengths = max(known.values(), key=max)  # layers with a sliding window may hold fewer keys
-        parts = {layer: self.histograms[phase, index, layer].cpu().numpy() for layer in known}
-        heads = max(part.shape[0] for part in parts.values())
-        table = np.zeros((layers, heads, len(self.log_thresholds) + 1), dtype=np.int64)
-        for layer, part in parts.items():
-            table[layer, : part.shape[0]] = part
-        skipped = table[..., :-1].cumsum(axis=-1).transpose(2, 0, 1)
-        # A prompt is labelled with its last call (all its keys), decode steps with their mean.
-        kv_len = lengths[-1] if phase == "prefill" else round(sum(lengths) / len(lengths))
-        return kv_len, skipped, table.sum(axis=-1)
-
-    def clear(self) -> None:
-        """Start the next prompts."""
-        self.histograms.clear()
-        self.lengths.clear()
 
 
 @contextmanager
@@ -214,7 +159,15 @@ def _counting(model: nn.Module, handler: _CountingHandler, ignore: Sequence[str]
             previous.activate()
 
 
-def _check_thresholds(thresholds: Sequence[float] | Floats | None) -> Floats:
+def check_thresholds(thresholds: Sequence[float] | Floats | None) -> Floats:
+    """Candidate thresholds as an array.
+
+    Args:
+        thresholds: rising, in (0, 1]; None = `DEFAULT_THRESHOLDS`.
+
+    Raises:
+        ValueError: others.
+    """
     values = np.asarray(DEFAULT_THRESHOLDS if thresholds is None else thresholds, dtype=np.float64)
     if (
         values.ndim != 1
@@ -226,18 +179,39 @@ def _check_thresholds(thresholds: Sequence[float] | Floats | None) -> Floats:
     return values
 
 
-def _check_lengths(lengths: Sequence[int], phases: Sequence[Phase], tile: TileShape) -> None:
+def _check_rules(rules: Mapping[Phase, CountingRule], phases: Sequence[Phase]) -> None:
+    """Refuse what cannot be counted."""
+    for phase in phases:
+        if phase not in rules:
+            raise ValueError(f"rules: has nothing for {phase}, which is to be counted")
+        rule = rules[phase]
+        group_votes = rule.tile.query is None
+        known = ("anchors", "ascending") if group_votes else ("sink_first", "descending", "ascending")
+        if rule.order not in known or (phase == "prefill" and group_votes):
+            raise ValueError(f"rules: {phase} cannot be counted as {rule}")
+        if rule.splits < 1 or (rule.splits > 1 and not (group_votes and rule.order == "ascending")):
+            raise ValueError(f"rules: {phase} has splits {rule.splits}, wants 1, or more for a whole group")
+
+
+def _tokens_without_skips(rule: CountingRule) -> int:
+    """Keys up to which no tile can ever be skipped."""
+    return (3 if rule.order == "anchors" else rule.splits) * rule.tile.key
+
+
+def _check_lengths(
+    lengths: Sequence[int], phases: Sequence[Phase], rules: Mapping[Phase, CountingRule]
+) -> None:
     """Refuse samples in which no tile could ever be skipped."""
     if not lengths:
         raise CalibrationError("prompts: got none, need at least one")
     if min(lengths) < 1:
         raise CalibrationError("prompts: one has no tokens")
-    needed = {"prefill": tile.key, "decode": 3 * DECODE_TILE.key}
     for phase in phases:
-        if max(lengths) <= needed[phase]:
+        needed = _tokens_without_skips(rules[phase])
+        if max(lengths) <= needed:
             raise CalibrationError(
                 f"prompts: the longest has {max(lengths)} tokens, so {phase} has no skippable tile; "
-                f"need more than {needed[phase]} tokens (and far more for a useful calibration)"
+                f"need more than {needed} tokens (and far more for a useful calibration)"
             )
 
 
@@ -252,8 +226,7 @@ def collect(
     batch_size: int = 1,
     padding_side: Literal["left", "right"] = "left",
     ignore: Sequence[str] = (),
-    prefill_tile: TileShape = PREFILL_TILE,
-    prefill_order: VisitingOrder = "sink_first",
+    rules: Mapping[Phase, CountingRule] = SERVING_RULES,
     progress: Progress | None = None,
 ) -> CountTable:
     """Run prompts densely and count, per layer, head and threshold, the tiles that would be skipped.
@@ -271,24 +244,26 @@ def collect(
         batch_size: prompts per forward.
         padding_side: where shorter prompts of a batch are padded.
         ignore: fnmatch patterns of attention modules that are not counted (and will not be served).
-        prefill_tile: tile shape to count prefill in; another engine's shape for an export to it.
-        prefill_order: visiting order to count prefill in.
+        rules: tile shape and order to count in, per phase; those of another engine for an export to it
+            (`blasst.calibrate.tiles`).
         progress: called before each batch and at the end.
 
     Raises:
         CalibrationError: no prompts, or all too short to skip anything.
         ValueError: bad arguments, or no layer of the model can be served.
     """
-    values = _check_thresholds(thresholds)
+    values = check_thresholds(thresholds)
     if unknown := set(phases) - set(PHASES):
         raise ValueError(f"phases: unknown {sorted(unknown)}, known are {list(PHASES)}")
     if not phases or batch_size < 1:
         raise ValueError("phases and batch_size: nothing to count")
     if "decode" in phases and decode_tokens < 1:
         raise ValueError(f"decode_tokens: got {decode_tokens}, decode counts need at least 1")
+    _check_rules(rules, phases)
     tokens = [prompt.ids(tokenizer) for prompt in prompts]
-    _check_lengths([len(ids) for ids in tokens], phases, prefill_tile)
-    handler = _CountingHandler(np.log(values), phases, prefill_tile, prefill_order)
+    _check_lengths([len(ids) for ids in tokens], phases, rules)
+    histograms = Histograms(np.log(values))
+    handler = _CountingHandler(histograms, phases, rules)
     steps = decode_tokens if "decode" in phases else 0
     records: list[CountRecord] = []
     with evaluating(model), _counting(model, handler, ignore) as session:
@@ -297,15 +272,16 @@ def collect(
             if progress is not None:
                 longest = max(map(len, chunk))
                 progress(begin, len(tokens), f"{prompts[begin].kind}, {longest} tokens")
-            handler.clear()
+            histograms.clear()
             greedy_pass(model, chunk, steps, padding_side)
             for phase in phases:
                 for index in range(len(chunk)):
-                    counts = handler.take(phase, index, len(session.served))
+                    counts = histograms.take(phase, index, len(session.served))
                     if counts is not None:
                         records.append(
                             CountRecord(begin + index, prompts[begin + index].kind, phase, *counts)
                         )
     if progress is not None:
         progress(len(tokens), len(tokens), "done")
-    return CountTable(values, session.served, tuple(records), prompts_hash(tokens), len(tokens))
+    counted = {phase: rules[phase] for phase in phases}
+    return CountTable(values, session.served, tuple(records), prompts_hash(tokens), len(tokens), counted)

@@ -9,29 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from blasst.calibrate.checkpoint import checkpoint_config
 from blasst.calibrate.engines import ENGINES, Engine
 from blasst.calibrate.interchange import sparse_attention_config_from_profile
+from blasst.calibrate.tiles import ENGINE_RULES
 from blasst.core.phase_fit import CountingOrder
 from blasst.core.profile import Profile
 from blasst.core.threshold import scale_factor_from_target, scale_factor_from_threshold
 from blasst.core.types import PHASES, Phase, TileShape
-
-_TENSORRT_LLM: Mapping[Phase, tuple[TileShape, CountingOrder]] = {
-    "prefill": (TileShape(query=64, key=128), "ascending"),  # fmha_v2
-    "decode": (TileShape(query=None, key=64), "ascending"),  # XQA, per KV split
-}
-
-#: Tile shape and order in which an engine votes on Hopper. SGLang and FlashInfer run TensorRT-LLM's kernels.
-ENGINE_TILES: Mapping[Engine, Mapping[Phase, tuple[TileShape, CountingOrder]]] = {
-    "modelopt": {
-        "prefill": (TileShape(query=128, key=128), "ascending"),
-        "decode": (TileShape(query=1, key=128), "ascending"),
-    },
-    "tensorrt-llm": _TENSORRT_LLM,
-    "sglang": _TENSORRT_LLM,
-    "flashinfer": _TENSORRT_LLM,
-}
 
 
 @dataclass(frozen=True)
@@ -59,6 +46,7 @@ def export_profile(
     kv_len: int | None = None,
     targets: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    model_config: str | Path | None = None,
 ) -> EngineSetting:
     """Turn a profile into the setting of an engine.
 
@@ -70,17 +58,21 @@ def export_profile(
             model, the same at every length. Not for modelopt, which takes the formula.
         targets: class names of the attention modules; modelopt only.
         ignore: fnmatch patterns of modules that stay dense; modelopt only, the others have no such setting.
+        model_config: config.json of the model, or its folder; the text is then a copy of it that holds the
+            setting; modelopt only.
 
     Raises:
-        ProfileError: a target for a phase that was not calibrated.
+        ProfileError: a target for a phase that was not calibrated, or a config.json that cannot take it.
         ValueError: an unknown engine, no target, or an argument that the engine cannot take.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {list(ENGINES)}, got {engine!r}")
     if engine == "modelopt" and kv_len is not None:
         raise ValueError("kv_len is not for modelopt: its file holds the formula for every length")
-    if engine != "modelopt" and (targets or ignore):
-        raise ValueError(f"targets and ignore are not for {engine}: only a modelopt file can hold them")
+    if engine != "modelopt" and (targets or ignore or model_config):
+        raise ValueError(
+            f"targets, ignore and model_config are not for {engine}: only a modelopt file can hold them"
+        )
     if kv_len is not None and kv_len < 1:
         raise ValueError(f"kv_len must be at least 1, got {kv_len}")
     wanted = {p: t for p, t in profile.resolve_targets(target_sparsity).items() if t is not None}
@@ -90,7 +82,10 @@ def export_profile(
         config = sparse_attention_config_from_profile(
             profile, target_sparsity=wanted, targets=targets, ignore=ignore
         )
-        text = json.dumps({"sparse_attention_config": config.to_json()}, indent=2) + "\n"
+        if model_config is not None:
+            text = checkpoint_config(config, model_config)
+        else:
+            text = json.dumps({"sparse_attention_config": config.to_json()}, indent=2) + "\n"
     else:
         text = "".join(f"# {note}\n" for note in notes) + _TEXT[engine](factors)
     return EngineSetting(engine, text, factors, notes)
@@ -116,19 +111,28 @@ def _notes(
         fit = profile.phase_fit(phase)
         source = "a * exp(b * target)" if kv_len is None else f"the {fit.selected} model at {kv_len} keys"
         notes.append(f"{phase}: target sparsity {wanted[phase]:g} by {source}.")
-        tile, order = ENGINE_TILES[engine][phase]
-        if (fit.tile, fit.order) != (tile, order):
+        rule = ENGINE_RULES[engine][phase]
+        if (fit.tile, fit.order) != (rule.tile, rule.order):
             notes.append(
-                f"{phase}: {engine} votes in {_tile_text(tile)}, {_ORDER_TEXT[order]}; this profile was "
-                f"counted in {_tile_text(fit.tile)}, {_ORDER_TEXT[fit.order]}. Its sparsity will differ from "
-                "the target: count in the engine's tiles to meet it."
+                f"{phase}: {engine} votes in {_tile_text(rule.tile)}, {_ORDER_TEXT[rule.order]}; this "
+                f"profile was counted in {_tile_text(fit.tile)}, {_ORDER_TEXT[fit.order]}. Its sparsity will "
+                "differ from the target: count in the engine's tiles to meet it (blasst calibrate --tiles)."
             )
-        if phase == "decode" and engine != "modelopt":
-            notes.append("decode: these kernels restart the maximum in every KV split, so they skip less.")
+        elif phase == "decode" and engine != "modelopt":
+            notes.append(
+                f"decode: counted with {fit.splits} KV split(s). These kernels restart the maximum in every "
+                "split, and their number depends on the batch, the KV heads and the GPU."
+            )
+        longest = fit.observed.seqlen[1]
+        if wanted[phase] > (reach := fit.reachable_sparsity(longest)):
+            notes.append(
+                f"{phase}: the target is out of reach: at {longest} keys no threshold skipped more than "
+                f"{reach:.3f}."
+            )
         if kv_len is None and fit.selected != "exponential":
             notes.append(
-                f"{phase}: the {fit.selected} model fits better here; engines divide by the length only. "
-                "Give a length to get the factor that is exact there."
+                f"{phase}: the {fit.selected} model fits better here; engines divide by the length only."
+                + ("" if engine == "modelopt" else " Give a length to get the factor that is exact there.")
             )
     if engine in ("sglang", "flashinfer"):
         notes.append("Blackwell kernels vote in other tiles, which are not documented.")
@@ -151,8 +155,14 @@ def _tile_text(tile: TileShape) -> str:
 
 def _tensorrt_llm(factors: Mapping[Phase, float]) -> str:
     lines = ["sparse_attention_config:", "  algorithm: skip_softmax", "  threshold_scale_factor:"]
-    lines += [f"    {phase}: {factor!r}" for phase, factor in factors.items()]
+    lines += [f"    {phase}: {_yaml_number(factor)}" for phase, factor in factors.items()]
     return "\n".join(lines) + "\n"
+
+
+def _yaml_number(value: float) -> str:
+    """Every digit of a float; YAML 1.1 reads "1e-09" as a string, "1.0e-09" as a number."""
+    text = repr(value)
+    return text if "." in text else text.replace("e", ".0e")
 
 
 def _sglang(factors: Mapping[Phase, float]) -> str:

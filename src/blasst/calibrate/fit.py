@@ -54,6 +54,7 @@ def fit_phase(
     phase: Phase,
     tile: TileShape | None = None,
     order: CountingOrder | None = None,
+    splits: int = 1,
     min_samples: int = 2,
     target_sparsity: float | None = None,
 ) -> PhaseFit:
@@ -64,6 +65,7 @@ def fit_phase(
         phase: "prefill" or "decode".
         tile: tile shape that was counted in; default the one this library serves.
         order: visiting order that was counted in; default the one this library serves.
+        splits: parts of the key axis that were counted in, as for `CountingRule`.
         min_samples: fewest prompts to accept.
         target_sparsity: a target that must be reachable at the longest length; None = not checked.
 
@@ -112,6 +114,7 @@ def fit_phase(
         ),
         points=tuple(_as_record(pool(group)) for group in groups),
         residuals=tuple(residuals),
+        splits=splits,
     )
     return _with_spread(fit, groups)
 

@@ -24,7 +24,7 @@ from blasst.core.types import PHASES, Phase
 
 EXPONENTIAL_FORMULA = "a * exp(b * target_sparsity)"
 
-_KEY = "sparse_attention_config"
+CONFIG_KEY = "sparse_attention_config"
 _ALGORITHMS = ("skip_softmax", "softmax_skip")
 _VERSIONS = (1, "1", "1.0")
 _GROUP_FIELDS = {
@@ -180,15 +180,15 @@ def read_sparse_attention_config(source: Mapping[str, Any] | str | Path) -> Spar
         except (OSError, ValueError, RecursionError) as error:
             raise ProfileError(f"{path}: cannot be read: {error}") from error
     outer = _object(source, "file")
-    outer = _object(outer.get(_KEY, outer), _KEY)
+    outer = _object(outer.get(CONFIG_KEY, outer), CONFIG_KEY)
     if not set(outer) & {"config_groups", "threshold_scale_factor", "algorithm", "sparse_algo"}:
         raise ProfileError(
-            f"{_KEY}: found none (fields {sorted(outer)[:6]}), wanted a sparse attention config"
+            f"{CONFIG_KEY}: found none (fields {sorted(outer)[:6]}), wanted a sparse attention config"
         )
     version = outer.get("version", 1)
     if version not in _VERSIONS:
-        raise ProfileError(f"{_KEY}.version: found {version!r}, wanted 1")
-    _only(outer, _GROUP_FIELDS | _OUTER_FIELDS, _KEY)
+        raise ProfileError(f"{CONFIG_KEY}.version: found {version!r}, wanted 1")
+    _only(outer, _GROUP_FIELDS | _OUTER_FIELDS, CONFIG_KEY)
     group = _skip_group(outer)
     merged = {**{k: v for k, v in outer.items() if k in _GROUP_FIELDS}, **group}
     ignore = [*_patterns(outer), *_patterns(group)] if group is not outer else _patterns(outer)
@@ -243,23 +243,6 @@ def sparse_attention_config_from_profile(
     )
 
 
-def write_sparse_attention_config(config: SparseAttentionConfig, path: str | Path) -> None:
-    """Write the nested form; an existing JSON file, such as a config.json, keeps its other fields.
-
-    Raises:
-        ProfileError: the existing file is no JSON object.
-    """
-    path = Path(path)
-    content: dict[str, Any] = {}
-    if path.exists():
-        try:
-            content = dict(_object(json.loads(path.read_text(encoding="utf-8")), str(path)))
-        except ValueError as error:
-            raise ProfileError(f"{path}: not a JSON file: {error}") from error
-    content[_KEY] = config.to_json()
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
 def _object(value: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ProfileError(f"{name}: found {value!r}, wanted an object")
@@ -303,7 +286,7 @@ def _skip_group(outer: Mapping[str, Any]) -> Mapping[str, Any]:
     """The one skip-softmax group; the outer object itself in the flat form."""
     if "config_groups" not in outer:
         if "algorithm" in outer or "sparse_algo" in outer:
-            _algorithm(outer, _KEY)
+            _algorithm(outer, CONFIG_KEY)
         return outer
     groups = _object(outer["config_groups"], "config_groups")
     if len(groups) != 1:
@@ -312,7 +295,7 @@ def _skip_group(outer: Mapping[str, Any]) -> Mapping[str, Any]:
             "schemes are never combined)"
         )
     if "algorithm" in outer or "sparse_algo" in outer:
-        _algorithm(outer, _KEY)
+        _algorithm(outer, CONFIG_KEY)
     name, value = next(iter(groups.items()))
     group = _object(value, f"config_groups.{name}")
     _algorithm(group, f"config_groups.{name}")

@@ -26,6 +26,28 @@ SERVING_ORDERS: Mapping[Phase, CountingOrder] = {"prefill": "sink_first", "decod
 
 
 @dataclass(frozen=True)
+class CountingRule:
+    """How the rows of a phase vote: what a threshold means.
+
+    Attributes:
+        tile: shape of a vote.
+        order: visiting order, or "anchors".
+        splits: decode in ascending order: parts of the key axis, each with a running maximum of its own; part
+            i has every splits-th tile from the i-th on.
+    """
+
+    tile: TileShape
+    order: CountingOrder
+    splits: int = 1
+
+
+#: `SERVING_TILES` and `SERVING_ORDERS` together.
+SERVING_RULES: Mapping[Phase, CountingRule] = {
+    phase: CountingRule(tile, SERVING_ORDERS[phase]) for phase, tile in SERVING_TILES.items()
+}
+
+
+@dataclass(frozen=True)
 class ObservedRange:
     """Smallest and largest value among the fitted points.
 
@@ -114,6 +136,7 @@ class PhaseFit:
         points: the counts, one curve per length.
         residuals: achieved minus target per model and length.
         kind_spread: achieved sparsity per kind of prompt.
+        splits: parts of the key axis in which was counted, see `CountingRule`.
     """
 
     phase: Phase
@@ -127,13 +150,24 @@ class PhaseFit:
     points: tuple[SparsityCurve, ...]
     residuals: tuple[LengthResidual, ...] = ()
     kind_spread: tuple[KindSpread, ...] = ()
+    splits: int = 1
 
     def __post_init__(self) -> None:
+        if self.splits != 1 and (self.phase, self.order) != ("decode", "ascending"):
+            raise ProfileError(
+                f"phases.{self.phase}.splits: found {self.splits} with order {self.order!r}, wanted 1; only "
+                "decode in ascending order has splits"
+            )
         if self.selected == "length_exponent" and self.length_exponent is None:
             raise ProfileError(
                 f"phases.{self.phase}.selected: found 'length_exponent' without that model, "
                 "wanted 'exponential'"
             )
+
+    @property
+    def rule(self) -> CountingRule:
+        """How was counted."""
+        return CountingRule(self.tile, self.order, self.splits)
 
     @property
     def model(self) -> ExponentialModel | LengthExponentModel:

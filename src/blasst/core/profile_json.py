@@ -147,6 +147,7 @@ def phase_fit_to_json(fit: PhaseFit) -> dict[str, Any]:
     return {
         "tile": {"query": fit.tile.query, "key": fit.tile.key},
         "order": fit.order,
+        **({} if fit.splits == 1 else {"splits": fit.splits}),
         "selected": fit.selected,
         "selected_by": fit.selected_by,
         "exponential": {"a": theirs.a, "b": theirs.b, "r2": theirs.r2},
@@ -218,6 +219,7 @@ def phase_fit_from_json(phase: Phase, fields: Fields) -> PhaseFit:
         points=tuple(_curve(item) for item in fields.list_of_fields("points")),
         residuals=tuple(_residual(item) for item in fields.list_of_fields("residuals")),
         kind_spread=tuple(_spread(item) for item in fields.list_of_fields("kind_spread")),
+        splits=fields.integer("splits", 1) if fields.has("splits") else 1,
     )
     for part in (tile, observed, fields):
         part.close()

@@ -16,15 +16,10 @@ from torch import Tensor, nn
 from blasst.core import checks
 from blasst.core.profile import Profile, model_fingerprint
 from blasst.core.types import PHASES, Phase
+from blasst.integrations.threshold_rules import PerPhase, ThresholdRule, resolve_rules
 from blasst.integrations.transformers_attention import Session, session_of
 from blasst.integrations.transformers_sparse import SparseHandler
-from blasst.integrations.transformers_state import (
-    LayerMass,
-    LayerStats,
-    PerPhase,
-    ThresholdRule,
-    resolve_rules,
-)
+from blasst.integrations.transformers_state import LayerMass, LayerStats
 from blasst.kernels.names import IMPLS
 
 __all__ = [

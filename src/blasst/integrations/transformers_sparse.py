@@ -11,8 +11,9 @@ from torch import Tensor
 
 from blasst.core.types import AttentionOutput, Phase, SkipCounts
 from blasst.functional import blasst_attn_func, blasst_attn_varlen_func, blasst_attn_with_kvcache
+from blasst.integrations.threshold_rules import ThresholdRule
 from blasst.integrations.transformers_attention import AttentionCall, Layer
-from blasst.integrations.transformers_state import Counters, MassSamples, ThresholdRule
+from blasst.integrations.transformers_state import Counters, MassSamples
 
 
 def _prefill_padded(

@@ -57,6 +57,7 @@ class _Sequence:
     softcap: float
     sinks: Tensor | None
     order: VisitingOrder
+    splits: int | None = None  # decode: None = anchors, else a running maximum in each of so many splits
 
     @staticmethod
     def of(problem: AttentionProblem, view: SequenceView, tile: TileShape) -> _Sequence:
@@ -70,6 +71,7 @@ class _Sequence:
         problem: AttentionProblem | _ScoreOptions,
         tile: TileShape,
         order: VisitingOrder = "sink_first",
+        splits: int | None = None,
     ) -> _Sequence:
         spare = -k.shape[0] % tile.key
         keys = torch.nn.functional.pad(k.transpose(0, 1).float(), (0, 0, 0, spare))
@@ -89,6 +91,7 @@ class _Sequence:
             problem.softcap,
             problem.sinks,
             order,
+            splits,
         )
 
     def score(self, q: Tensor, first_row: int) -> ScoredTiles | None:
@@ -155,6 +158,9 @@ class _Sequence:
         tile = torch.arange(tiles.start, tiles.stop, device=device)
         concerned = (begin[:, None] < (tile + 1) * size) & (end[:, None] > tile * size)
         concerned &= (begin < end)[:, None]
+        if self.splits is not None:
+            compare = _maximum_in_splits(tile_max, self.splits)
+            return ScoredTiles(tiles, scores, tile_max, concerned, compare, None, start, begin, end)
         if self.tile.query is None:
             anchors = anchor_tiles(host_begin, host_end, size)
             anchor = torch.tensor([j in anchors for j in tiles], device=device)
@@ -166,6 +172,14 @@ class _Sequence:
         compare = torch.empty_like(tile_max)
         compare[..., visit] = seen.cummax(-1).values
         return ScoredTiles(tiles, scores, tile_max, concerned, compare, None, start, begin, end)
+
+
+def _maximum_in_splits(tile_max: Tensor, splits: int) -> Tensor:
+    """Largest maximum of the earlier tiles of a tile's split, -inf before its first; shape of tile_max."""
+    count = tile_max.shape[-1]
+    rounds = torch.nn.functional.pad(tile_max, (splits, -count % splits), value=_LOWEST)
+    running = rounds.unflatten(-1, (-1, splits)).cummax(-2).values  # [..., rounds + 1, splits]
+    return running.flatten(-2)[..., :count]
 
 
 @dataclass(frozen=True)
@@ -340,8 +354,9 @@ def decode_margins(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     tile: TileShape = DECODE_TILE,
+    splits: int | None = None,
 ) -> tuple[int, Tensor]:
-    """Margins of one decode step of one sequence against the anchor maximum; inf at anchor tiles.
+    """Margins of one decode step of one sequence against the anchor maximum; inf where a tile always stays.
 
     Args:
         q: (new tokens, num_heads, head_dim).
@@ -352,12 +367,14 @@ def decode_margins(
         softcap: 0 = none.
         sinks: (num_heads,) or None.
         tile: vote shape with query None.
+        splits: for the files of other engines: in place of the anchors, tile t is compared with the largest
+            maximum of the tiles t - splits, t - 2 * splits, ...; sinks do not count there.
 
     Returns:
         (first visited key tile, margin float32 (num_kv_heads, visited key tiles)).
     """
     options = _ScoreOptions(softmax_scale, causal, window_size, softcap, sinks)
-    scored = _Sequence.build(q, k, None, options, tile).score(q, 0)
+    scored = _Sequence.build(q, k, None, options, tile, splits=splits).score(q, 0)
     if scored is None:
         return 0, q.new_zeros(k.shape[1], 0, dtype=torch.float32)
     return scored.tiles.start, scored.margin()[:, 0]

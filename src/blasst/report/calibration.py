@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from blasst.calibrate.assemble import build_profile
 from blasst.calibrate.collect import CountTable, collect
 from blasst.calibrate.prompts import calibration_prompts
+from blasst.core.phase_fit import SERVING_RULES, CountingRule
 from blasst.core.profile import DataInfo, ModelInfo, Profile, model_fingerprint
 from blasst.core.types import PHASES, Phase
 from blasst.evals.models import LoadedModel
@@ -26,6 +27,7 @@ class CalibrationPlan:
         decode_tokens: decode steps after each prompt; 0 = prefill only.
         seed: of the prompts.
         target_sparsity: default target to keep in the profile, checked to be reachable; None = no default.
+        rules: tile shape and order to count in; a phase that is not there is not calibrated.
     """
 
     lengths: tuple[int, ...]
@@ -33,11 +35,12 @@ class CalibrationPlan:
     decode_tokens: int = 16
     seed: int = 0
     target_sparsity: float | None = None
+    rules: Mapping[Phase, CountingRule] = field(default_factory=lambda: SERVING_RULES)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """Phases that get calibrated."""
-        return PHASES if self.decode_tokens else ("prefill",)
+        return tuple(p for p in PHASES if p in self.rules and (p == "prefill" or self.decode_tokens))
 
 
 def calibrate_model(loaded: LoadedModel, plan: CalibrationPlan, progress: Progress | None = None) -> Profile:
@@ -63,6 +66,7 @@ def calibrate_model(loaded: LoadedModel, plan: CalibrationPlan, progress: Progre
         prompts,
         phases=plan.phases,
         decode_tokens=plan.decode_tokens,
+        rules=plan.rules,
         progress=progress,
     )
     return fit_table(table, loaded, sorted({prompt.kind for prompt in prompts}), plan.target_sparsity)

@@ -16,6 +16,7 @@ from blasst.core.types import PREFILL_TILE, Phase
 from blasst.evals.haystack import read_files, token_sequence
 from blasst.evals.models import LoadedModel
 from blasst.functional import blasst_attn_func
+from blasst.integrations.threshold_rules import resolve_rules
 from blasst.integrations.transformers import (
     attention_stats,
     skipped_mass_samples,
@@ -23,7 +24,6 @@ from blasst.integrations.transformers import (
     sparse_attention,
 )
 from blasst.integrations.transformers_attention import AttentionCall, Layer, Session
-from blasst.integrations.transformers_state import resolve_rules
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,189 @@
+"""The vLLM plugin: `register` is the entry point that every vLLM process calls.
+
+Without options it changes nothing. With options it checks them when the engine's configuration is made, so
+that a mistake ends the start, and switches the decoder's attention to blasst: on a CPU by taking the place of
+vLLM's CPU_ATTN, elsewhere as the backend CUSTOM. Written for vLLM 0.32; the KV cache it expects is
+checked, not assumed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+from blasst.core.errors import UnsupportedError
+from blasst.core.profile import model_fingerprint
+from blasst.integrations.serving_counts import SkipMeter, line_logger, open_metrics
+from blasst.integrations.serving_options import ServingOptions, ServingRules
+
+#: Key of the options in --additional-config, and of the folder for counts that is added to it.
+CONFIG_KEY = "blasst"
+_FOLDER_KEY = "blasst_counts_folder"
+
+#: vLLM shows loggers below its own name.
+LOGGER_NAME = "vllm.plugins.blasst"
+
+_BACKENDS = "blasst.integrations.vllm_backend"
+
+
+def register() -> None:
+    """Entry point of the group vllm.general_plugins; may be called more than once."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if current_platform.is_cpu():
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{_BACKENDS}.BlasstCPUBackend")
+    else:
+        register_backend(AttentionBackendEnum.CUSTOM, f"{_BACKENDS}.BlasstBackend")
+    _check_configurations(type(current_platform))
+
+
+def options_of(vllm_config: Any) -> ServingOptions | None:
+    """Options of an engine; None = blasst was not asked for.
+
+    Args:
+        vllm_config: vLLM's VllmConfig.
+
+    Raises:
+        ValueError: an unknown option or a wrong value.
+    """
+    additional = vllm_config.additional_config
+    return ServingOptions.read(additional.get(CONFIG_KEY) if isinstance(additional, dict) else None)
+
+
+def rules_of(vllm_config: Any, options: ServingOptions) -> ServingRules:
+    """The threshold rules of an engine.
+
+    Args:
+        vllm_config: vLLM's VllmConfig.
+        options: what `options_of` gave.
+
+    Raises:
+        ValueError: options that conflict or are out of range, or an unreachable target.
+        ProfileError: the profile is broken, or belongs to another model.
+    """
+    model = vllm_config.model_config
+    fingerprint = None if options.profile is None else model_fingerprint(model.hf_config.to_dict())
+    return options.rules(fingerprint, model.max_model_len)
+
+
+def _check_configurations(platform: type[Any]) -> None:
+    """Have vLLM's last step of making a configuration check ours too; once per process."""
+    original = platform.check_and_update_config.__func__
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @classmethod  # type: ignore[misc]
+    @functools.wraps(original)
+    def check_and_update_config(cls: type[Any], vllm_config: Any) -> None:
+        if vllm_config.model_config is not None:
+            prepare(vllm_config, on_cpu=cls._enum.name == "CPU")
+        original(cls, vllm_config)
+
+    platform.check_and_update_config = check_and_update_config
+
+
+def prepare(vllm_config: Any, on_cpu: bool) -> None:
+    """Check the options of an engine that is about to start, and write them into its configuration.
+
+    Workers then read them from there, also on other machines. Does nothing without options.
+
+    Args:
+        vllm_config: vLLM's VllmConfig; its additional_config and attention backend may change.
+        on_cpu: whether the engine runs on vLLM's CPU platform.
+
+    Raises:
+        ValueError: wrong options.
+        ProfileError: the profile is broken, or belongs to another model.
+        UnsupportedError: the engine is to run in a way that blasst does not serve.
+    """
+    options = options_of(vllm_config)
+    if options is None:
+        return
+    if not isinstance(vllm_config.additional_config, dict):
+        raise ValueError("additional_config: got an object, wants a JSON object beside blasst's options")
+    rules = rules_of(vllm_config, options)
+    reason = unsupported_reason(vllm_config, on_cpu)
+    if reason is not None:
+        raise UnsupportedError(f"blasst cannot serve this engine: {reason}")
+    if not on_cpu:
+        _choose_custom(vllm_config.attention_config)
+    additional = vllm_config.additional_config
+    if _FOLDER_KEY not in additional:
+        folder = open_metrics()
+        if folder is not None:
+            additional[_FOLDER_KEY] = str(folder)
+        logging.getLogger(LOGGER_NAME).info("blasst is on (impl=%s): %s", options.impl, rules)
+    additional[CONFIG_KEY] = options.as_config()
+
+
+def _choose_custom(attention_config: Any) -> None:
+    """Select the backend CUSTOM; any other choice beside our options is a contradiction."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    chosen = attention_config.backend
+    if chosen not in (None, AttentionBackendEnum.CUSTOM) or attention_config.backend_per_kind:
+        raise ValueError(
+            f"attention backend: got {chosen or attention_config.backend_per_kind}, wants CUSTOM or none "
+            "beside blasst's options"
+        )
+    attention_config.backend = AttentionBackendEnum.CUSTOM
+
+
+def unsupported_reason(vllm_config: Any, on_cpu: bool) -> str | None:
+    """Why an engine cannot be served, or None; what a single layer asks for is checked when it is made.
+
+    Args:
+        vllm_config: vLLM's VllmConfig.
+        on_cpu: whether the engine runs on vLLM's CPU platform.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if model.use_mla:
+        return "multi-head latent attention (MLA) has its own backends in vLLM"
+    if model.is_encoder_decoder:
+        return "the model has cross-attention"
+    if cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+        return f"kv_cache_dtype is {cache_dtype}; wants auto or an unquantized type"
+    if model.is_mm_prefix_lm or vllm_config.attention_config.use_non_causal:
+        return "the model's attention is not causal everywhere"
+    if getattr(model, "rswa_window", None) is not None:
+        return "the model has a sliding window with a global prefix (R-SWA)"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism splits the keys of a sequence"
+    if on_cpu and vllm_config.kv_transfer_config is not None:
+        return "on a CPU its KV cache differs from the one that a KV connector expects"
+    return None
+
+
+_meters: dict[str, SkipMeter] = {}
+
+
+def meter(folder: str | None = None, log_interval: float = 0.0) -> SkipMeter:
+    """The meter of this worker process, started when first asked for; a new folder gives a new one.
+
+    Args:
+        folder: where sums are written for the metrics page, or None.
+        log_interval: seconds between two lines of the log; 0 = none.
+    """
+    key = folder or ""
+    if key not in _meters:
+        for old in _meters.values():
+            old.stop()
+        _meters.clear()
+        found = SkipMeter(line_logger(LOGGER_NAME), log_interval, Path(folder) if folder else None)
+        found.start()
+        _meters[key] = found
+    return _meters[key]
+
+
+def meter_of(vllm_config: Any, options: ServingOptions) -> SkipMeter:
+    """The meter of the engine that this worker process belongs to.
+
+    Args:
+        vllm_config: vLLM's VllmConfig.
+        options: what `options_of` gave.
+    """
+    return meter(vllm_config.additional_config.get(_FOLDER_KEY), options.log_interval)

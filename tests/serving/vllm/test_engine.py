@@ -1,0 +1,150 @@
+"""blasst inside the real engine: tokens at threshold 0, sparsity beside transformers, exact counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import DynamicCache
+from vllm_parts import PROFILE, Result
+
+import blasst
+from blasst.core.types import PHASES
+from blasst.evals.chat import item_tokens, token_counter
+from blasst.evals.models import LoadedModel
+from blasst.evals.tasks import TASKS
+from blasst.integrations.transformers import attention_stats
+
+Run = Callable[..., Result]
+
+#: Two of three prompts begin the same text, so that the prefix cache serves a part of them.
+LENGTHS = [
+    10,
+    14,
+    22,
+    35,
+    57,
+    64,
+    100,
+    129,
+    250,
+    400,
+    513,
+    700,
+    1000,
+    1300,
+    1700,
+    2049,
+    2600,
+    3300,
+    4500,
+    6000,
+]
+
+NEW_TOKENS = 16
+
+
+def prompts(prose: list[int]) -> list[list[int]]:
+    return [
+        prose[:length] if index % 3 else prose[700 * index + 50 : 700 * index + 50 + length]
+        for index, length in enumerate(LENGTHS)
+    ]
+
+
+def test_tokens_at_threshold_0_are_those_of_the_engine(run_engine: Run, prose: list[int]) -> None:
+    chosen = prompts(prose)
+    assert [len(p) for p in chosen] == LENGTHS
+    # short and long ones side by side: steps that mix chunks of prompts with decode
+    rounds = [chosen[::-3] + chosen[1::3], chosen[::-1]]
+    engine = {"enable_prefix_caching": True, "max_num_batched_tokens": 1024}
+    own = run_engine(rounds, variables={"VLLM_PLUGINS": ""}, max_tokens=NEW_TOKENS, **engine)
+    ours = run_engine(rounds, {"threshold": 0.0}, max_tokens=NEW_TOKENS, **engine)
+    for wanted, got in zip(own.rounds, ours.rounds):
+        assert got["tokens"] == wanted["tokens"]
+        print("seconds: own", wanted["seconds"], "blasst", got["seconds"])
+    assert sum(ours.rounds[1]["cached"]) > 5000
+    assert ours.totals is not None
+    for phase in PHASES:
+        skipped, visited = ours.totals[phase]
+        assert skipped == 0 < visited
+
+
+def test_counts_are_those_of_the_definition(run_engine: Run, prose: list[int], smollm2: LoadedModel) -> None:
+    length, new = 1000, 5
+    result = run_engine(
+        [[prose[:length]]], {"threshold": 0.5}, new, ignore_eos=True, max_num_batched_tokens=2048
+    )
+    config = smollm2.model.config
+    tiles = sum(-(-min(first + 64, length) // 128) for first in range(0, length, 64))
+    steps = sum(-(-(length + step) // 64) for step in range(1, new))
+    assert result.totals is not None
+    assert result.totals["prefill"][1] == config.num_hidden_layers * config.num_attention_heads * tiles
+    assert result.totals["decode"][1] == config.num_hidden_layers * config.num_key_value_heads * steps
+    assert result.totals["prefill"][0] > 0 and result.totals["decode"][0] > 0
+
+
+def transformers_sparsity(loaded: LoadedModel, prompt: list[int], chunk: int) -> dict[str, float]:
+    """Of the transformers integration, per phase, for a prompt that is fed in chunks and then continued."""
+    model, ids, cache = loaded.model, torch.tensor([prompt]), DynamicCache()
+    with blasst.sparse_attention(model, profile=PROFILE, target_sparsity=0.5, collect_counts=True):
+        for begin in range(0, len(prompt), chunk):
+            piece = ids[:, begin : begin + chunk]
+            out = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for _ in range(NEW_TOKENS - 1):
+            token = out.logits[:, -1].argmax(-1, keepdim=True)
+            out = model(token, past_key_values=cache, use_cache=True)
+        records = attention_stats(model)
+    return {
+        phase: sum(int(r.skipped.sum()) for r in records if r.phase == phase)
+        / sum(int(r.visited.sum()) for r in records if r.phase == phase)
+        for phase in PHASES
+    }
+
+
+# A chunk's threshold follows the keys at its own step, so chunks skip more than the whole prompt at once.
+@pytest.mark.parametrize("chunk", [8192, 2048])
+def test_sparsity_at_6k_is_that_of_the_transformers_integration(
+    chunk: int, run_engine: Run, prose: list[int], smollm2: LoadedModel
+) -> None:
+    prompt = prose[3000:9000]
+    wanted = transformers_sparsity(smollm2, prompt, chunk)
+    result = run_engine(
+        [[prompt]],
+        {"profile": str(PROFILE), "target_sparsity": 0.5},
+        NEW_TOKENS,
+        ignore_eos=True,
+        max_num_batched_tokens=chunk,
+    )
+    assert result.totals is not None
+    for phase in PHASES:
+        skipped, visited = result.totals[phase]
+        print(f"chunk {chunk}, {phase}: vLLM {skipped / visited:.4f}, transformers {wanted[phase]:.4f}")
+        assert abs(skipped / visited - wanted[phase]) <= 0.05
+        assert skipped > 0.3 * visited
+
+
+def test_a_needle_at_4k_is_found_at_half_the_tiles(run_engine: Run, smollm2: LoadedModel) -> None:
+    task = TASKS["niah_single_2"]
+    item = task.generate(0, 0, 4096, token_counter(smollm2.tokenizer))
+    tokens = item_tokens(smollm2.tokenizer, task, item)
+    assert 3800 < len(tokens) < 4096
+    result = run_engine(
+        [[tokens]],
+        {"profile": str(PROFILE), "target_sparsity": 0.5},
+        item.max_new_tokens,
+        max_num_batched_tokens=2048,
+    )
+    answer = result.rounds[0]["text"][0]
+    print(repr(answer), item.answers)
+    assert all(value in answer for value in item.answers)
+    assert result.totals is not None and result.totals["prefill"][0] > 0.3 * result.totals["prefill"][1]
+
+
+def test_without_options_the_plugin_is_silent_and_changes_nothing(run_engine: Run, prose: list[int]) -> None:
+    rounds = [[prose[:300], prose[400:420]]]
+    with_plugin = run_engine(rounds)
+    without = run_engine(rounds, variables={"VLLM_PLUGINS": ""})
+    assert with_plugin.rounds[0]["tokens"] == without.rounds[0]["tokens"]
+    assert with_plugin.totals is None
+    assert "blasst" not in with_plugin.log.lower().replace("blasst_counts_folder", "")
