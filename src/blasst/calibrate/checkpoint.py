@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from blasst.calibrate.interchange import CONFIG_KEY, SparseAttentionConfig, read_sparse_attention_config
+from blasst.calibrate.interchange import (
+    CONFIG_KEY,
+    SparseAttentionConfig,
+    read_config,
+    read_sparse_attention_config,
+)
 from blasst.core.errors import ProfileError
 
 
@@ -20,14 +25,7 @@ def checkpoint_config(config: SparseAttentionConfig, path: str | Path) -> str:
         ProfileError: the file cannot be read or is no JSON object, or it holds another sparsity scheme, which
             would be lost.
     """
-    path = Path(path)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ProfileError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ProfileError(f"{path}: found {content!r:.60}, wanted a JSON object")
+    content = read_config(path)
     if CONFIG_KEY in content:
         try:
             read_sparse_attention_config(content)

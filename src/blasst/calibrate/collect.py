@@ -24,6 +24,7 @@ from blasst.calibrate.prompts import Prompt, prompts_hash
 from blasst.core.errors import CalibrationError
 from blasst.core.phase_fit import SERVING_RULES, CountingRule
 from blasst.core.types import PHASES, Phase
+from blasst.integrations.sessions import in_place_of
 from blasst.integrations.transformers_attention import AttentionCall, Layer, Session, session_of
 from blasst.kernels.eager import decode_margins, prefill_margins
 
@@ -146,17 +147,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _counting(model: nn.Module, handler: _CountingHandler, ignore: Sequence[str]) -> Iterator[Session]:
-    previous = session_of(model)
-    session = Session.create(model, handler, ignore)
-    if previous is not None:
-        previous.deactivate()
-    try:
-        session.activate()
+    made = Session.create(model, handler, ignore)
+    with in_place_of(session_of(model), lambda: made) as session:
         yield session
-    finally:
-        session.deactivate()
-        if previous is not None:
-            previous.activate()
 
 
 def check_thresholds(thresholds: Sequence[float] | Floats | None) -> Floats:

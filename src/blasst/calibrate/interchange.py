@@ -161,6 +161,26 @@ class SparseAttentionConfig:
         return {"config_groups": {"group_0": group}, "producer": dict(self.producer)}
 
 
+def read_config(path: str | Path) -> dict[str, Any]:
+    """What a config.json holds.
+
+    Args:
+        path: the file, or its folder.
+
+    Raises:
+        ProfileError: it cannot be read, or is no JSON object.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ProfileError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ProfileError(f"{path}: found {content!r:.60}, wanted a JSON object")
+    return content
+
+
 def read_sparse_attention_config(source: Mapping[str, Any] | str | Path) -> SparseAttentionConfig:
     """Read either generation of `sparse_attention_config`.
 
@@ -173,12 +193,7 @@ def read_sparse_attention_config(source: Mapping[str, Any] | str | Path) -> Spar
             are missing.
     """
     if not isinstance(source, Mapping):
-        path = Path(source)
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            source = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ProfileError(f"{path}: cannot be read: {error}") from error
+        source = read_config(source)
     outer = _object(source, "file")
     outer = _object(outer.get(CONFIG_KEY, outer), CONFIG_KEY)
     if not set(outer) & {"config_groups", "threshold_scale_factor", "algorithm", "sparse_algo"}:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from blasst.core.errors import UnsupportedError
+from blasst.integrations.sessions import in_place_of
 
 #: Value of the enum member that is added to diffusers' AttentionBackendName.
 BACKEND = "blasst"
@@ -316,17 +317,12 @@ def session_for(
     Raises:
         ValueError: no layer can be served.
     """
-    previous: DiffusersSession | None = getattr(model, SESSION_ATTRIBUTE, None)
-    if previous is not None:
-        previous.deactivate()
-    layers, others = find_layers(model, ignore)
-    if not layers:
-        raise ValueError(f"model: no attention layer can be served: {others[:3]}")
-    session = DiffusersSession(model, handler, layers, others)
-    try:
-        session.activate()
+
+    def make() -> DiffusersSession:
+        layers, others = find_layers(model, ignore)
+        if not layers:
+            raise ValueError(f"model: no attention layer can be served: {others[:3]}")
+        return DiffusersSession(model, handler, layers, others)
+
+    with in_place_of(getattr(model, SESSION_ATTRIBUTE, None), make) as session:
         yield session
-    finally:
-        session.deactivate()
-        if previous is not None:
-            previous.activate()
