@@ -12,6 +12,8 @@ import torch
 from blasst import blasst_attn_with_kvcache
 from blasst.core.reference import ReferenceOutput, reference_attention
 from blasst.core.types import AttentionOutput, SkipCounts
+from blasst.kernels import repeats
+from blasst.kernels.hopper import decode
 from blasst.testing import assert_matches_reference, heavy_tailed_inputs, pages_from
 
 PARTS, CALLS = 10, 100
@@ -218,6 +220,25 @@ def test_a_key_far_above_the_anchors_raises_the_base(group: int, dtype: torch.dt
         *x, threshold=0.01, phase="decode", kept_tiles=truth.kept_tiles, dtype=dtype
     )
     assert_matches_reference(got, truth, yardstick, 0.01, NEAR)
+
+
+@pytest.mark.parametrize("mass", [False, True])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_a_split_that_hears_nothing_finds_the_same(tokens: int, mass: bool, monkeypatch) -> None:
+    x = heavy_tailed_inputs(
+        2, tokens, 9000, 16, 1, 128, dtype=torch.bfloat16, device="cuda", block=64, seed=6
+    )
+
+    def bits() -> list[torch.Tensor]:
+        got = blasst_attn_with_kvcache(*x, threshold=0.01, return_mass_bound=mass, **EVERYTHING)
+        return [got.out, got.lse, got.counts.skipped, got.kept_tiles] + [got.mass_bound] * mass
+
+    heard = bits()
+    plain = decode.build
+    monkeypatch.setattr(decode, "build", lambda *given, **more: {**plain(*given, **more), "PATIENCE": 0})
+    monkeypatch.setattr(repeats, "_plans", {})
+    for expected, got in zip(heard, bits(), strict=True):
+        assert torch.equal(expected, got)
 
 
 def test_nan_in_one_row_stays_there() -> None:

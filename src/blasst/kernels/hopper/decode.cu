@@ -3,9 +3,10 @@
 // A CTA owns one split of the keys of one KV head of one sequence; its rows are all query heads of the KV head at
 // all new positions. One producer warp fetches K tiles of 64 keys through TMA. One consumer warpgroup (two for 128
 // rows, 64 each) scores them: K is the A operand (64 keys = M), Q the B operand (rows = N). The decision of a tile
-// needs the anchors alone (docs/method.md): every CTA scores the first and the last two visible tiles itself, so no
-// split depends on another. Only for a kept tile V is fetched, and P.V follows up to kLag kept tiles later, so
-// nobody waits for the load. While a tile is decided, the tensor cores score the next one. Exponents are taken
+// needs the anchors alone (docs/method.md), the first and the last two visible tiles: the first split scores them and
+// tells the others the maximum of each row. A split that hears nothing for a while scores them itself, with the same
+// result, so none depends on another. Only for a kept tile V is fetched, and P.V follows up to kLag kept tiles later,
+// so nobody waits for the load. While a tile is decided, the tensor cores score the next one. Exponents are taken
 // relative to the maximum of the first kept tile; where a later one lies far above it, the base is raised. Split
 // boundaries are a function of the sequence's length alone. The last CTA of a KV head combines the splits in their
 // order.
@@ -14,8 +15,12 @@
 // in the order in which a thread finds them in its piece of a K row; rows of a bf16 Q are scaled by a power of two into
 // the range of f16.
 //
-// Compile-time: HEAD_DIM (64, 96, 128), BF16, FP8, ROWS (8 to 128), SKIP, MASS, SLOTS, CTAS.
+// Compile-time: HEAD_DIM (64, 96, 128), BF16, FP8, ROWS (8 to 128), SKIP, MASS, SLOTS, CTAS, PATIENCE.
 #include "ptx.cuh"
+
+#ifndef PATIENCE
+#define PATIENCE 50  // some 0.7 us each; the message takes less than 5
+#endif
 
 #define kInfinity __int_as_float(0x7F800000)
 
@@ -43,13 +48,16 @@ constexpr int kScores = kColumns / 2;  // registers of the scores of one tile, a
 constexpr int kOwn = kColumns / 4;     // rows of which a thread sees scores
 constexpr int kMaxSplits = 32;
 constexpr int kPart = HEAD_DIM + 4;    // of a row: O, base, sum, bound, base of the bound
-[[maybe_unused]] constexpr int kLeaders = 8;  // one split of so many fetches the anchors at once
+constexpr int kWords = 1 + MASS;       // of a row's message: maximum over the anchors, sum
+[[maybe_unused]] constexpr int kPatience = PATIENCE;  // times that a message is looked for
 constexpr int kVoteBarrier = 1, kLentBarrier = 2;  // 0 is __syncthreads
 // Exponents may exceed the base by this much (base 2) before it is raised: P must stay finite in its dtype.
 constexpr float kHeadroom = BF16 && !FP8 ? 32.f : 12.f;
 // Tiles by which P.V follows: one slot is free at every vote. A dense build fetches V ahead instead.
 constexpr int kLag = SKIP ? kSlots - 2 : 0;
 constexpr bool kSharedJob = ROWS > 32 || (ROWS == 32 && MASS && FP8);
+// The vote has branches, or its registers are not there while the next scores are in flight.
+constexpr bool kVoteAlone = SKIP && (MASS || ROWS > 64);
 constexpr float kNoBase = -1e30f;  // of a row that has seen nothing
 
 // Keys from `low` to before `high`.
@@ -60,6 +68,7 @@ struct Range {
 
 struct Shared {
     u64 key_full[kMaxStages], key_empty[kMaxStages], value_full[kSlots], value_empty[kSlots];
+    u64 parts_full;
     int raise[2];  // of even and odd tiles: tile + 1 if it lies above the base
     float maxima[4 * kGroups][kColumns];  // of each warp
     float sums[4 * kGroups][kColumns];
@@ -85,6 +94,7 @@ struct Params {
     float* mass_bound;
     float* partial;  // (batch, KV heads, splits, rows, kPart)
     int* arrivals;   // (batch, KV heads), zero before and after
+    u64* messages;   // (batch, KV heads, rows, kWords), the same: a float, and 1 above it when it is there
     u8* kept;
     i64* skipped;
     i64* visited;
@@ -111,6 +121,7 @@ struct Params {
     int key_tiles;      // of the kept map
     int guard_values;
     float scale_log2, unit, score_factor, score_cap;
+    float cut_factor;   // of log2(threshold)
     float eps;          // error budget; negative: none
 };
 
@@ -138,17 +149,14 @@ struct Job {
     int begin, end;         // tiles of this split
     int anchors;
 
-    __device__ __forceinline__ explicit Job(const Params& p) {
+    // used, leftpad: as read from the device, where nothing was checked: they must not lead beyond the cache or the grid.
+    __device__ __forceinline__ Job(const Params& p, int used, int leftpad) {
         kv_head = blockIdx.x;
         split = blockIdx.y;
         sequence = blockIdx.z;
-        // Values on the device are not checked on the host: they must not lead beyond the cache or the grid.
-        keys = p.seqused != nullptr ? min(max(p.seqused[sequence], 0), p.seqlen_k) : p.seqlen_k;
-        base = 0;
-        if (p.leftpad != nullptr) {
-            base = min(max(p.leftpad[sequence], 0), keys);
-            keys -= base;
-        }
+        keys = min(max(used, 0), p.seqlen_k);
+        base = min(max(leftpad, 0), keys);
+        keys -= base;
         // Rows slide by one key: the first token sees from here, the last one to there.
         const int shift = keys - p.tokens;
         seen = {max(shift - p.window_left, 0), min(shift + p.tokens - 1 + p.window_right + 1, keys)};
@@ -242,15 +250,19 @@ __device__ __forceinline__ float keys_sum(float x) {
     return x;
 }
 
-// 8 numbers of a row of q; 0 for rows that do not exist.
-__device__ __forceinline__ void read_query(const Params& p, const Job& job, int row, int piece, u32 (&pairs)[4]) {
+// 8 numbers of a row of q, for the KV head of this CTA.
+__device__ __forceinline__ const u16* query_piece(const Params& p, int row, int piece) {
+    return static_cast<const u16*>(p.q) + blockIdx.z * p.q_stride_b + row / p.group * p.q_stride_s +
+           (blockIdx.x * p.group + row % p.group) * p.q_stride_h + piece * 8;
+}
+
+// The same, read; 0 for rows that do not exist.
+__device__ __forceinline__ void read_query(const Params& p, int row, int piece, u32 (&pairs)[4]) {
     pairs[0] = pairs[1] = pairs[2] = pairs[3] = 0;
     if (row >= p.tokens * p.group) return;
-    const u16* place = static_cast<const u16*>(p.q) + job.sequence * p.q_stride_b + row / p.group * p.q_stride_s +
-                       (job.kv_head * p.group + row % p.group) * p.q_stride_h + piece * 8;
     asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
-                 : "l"(place));
+                 : "l"(query_piece(p, row, piece)));
 }
 
 // Q of all rows, swizzled, and what they see; by the consumers.
@@ -269,7 +281,7 @@ __device__ __forceinline__ void load_queries(const Params& p, Shared& shared, co
         float top = 0.f;
         for (int piece = 0; piece < kPieces; ++piece) {
             u32 pairs[4];
-            read_query(p, job, r, piece, pairs);
+            read_query(p, r, piece, pairs);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float low, high;
@@ -288,7 +300,7 @@ __device__ __forceinline__ void load_queries(const Params& p, Shared& shared, co
     for (int i = threadIdx.x; i < kRows * kPieces; i += kConsumers) {
         const int r = i / kPieces, piece = i % kPieces;
         u32 pairs[4];
-        read_query(p, job, r, piece, pairs);
+        read_query(p, r, piece, pairs);
         const u32 target = query + r * kRowBytes;
 #if FP8
 #pragma unroll
@@ -424,6 +436,16 @@ struct Consumer {
         ring.next(p);
     }
 
+    __device__ __forceinline__ void ready_queries() {
+        load_queries(p, shared, job, query - w * kColumns * kRowBytes);
+        meet();
+    }
+
+    __device__ __forceinline__ void first_scores(float (&s)[kScores]) {
+        begin_scores(job.begin, s);
+        end_scores(s);
+    }
+
     // From products to scores: scale of fp8, softcap, masks.
     __device__ __forceinline__ void finish_scores(int tile, float (&s)[kScores]) const {
 #if FP8
@@ -502,31 +524,31 @@ struct Consumer {
         barrier_wait(shared_address(&shared.value_full[done % kSlots]), done / kSlots % 2);
     }
 
-    // Scores of the anchors: the bound of every row.
-    __device__ __forceinline__ void look_at_anchors() {
+    // Scores of the anchors: the maximum of every row, and its sum relative to that. Nothing comes of it before the keys
+    // are there.
+    __device__ __forceinline__ void score_anchors(bool there) {
         float top[kOwn];
 #pragma unroll
-        for (int own = 0; own < kOwn; ++own) top[own] = sink(own) / p.unit;
+        for (int own = 0; own < kOwn; ++own) top[own] = p.sinks != nullptr ? sink(own) / p.unit : -kInfinity;
 #if MASS
         float mass[kOwn];
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) mass[own] = 0.f;
 #endif
-        issued = min(job.anchors, kSlots);  // the producer fetched them
         // The first ones together: what is not there is multiplied too, and not looked at.
-        constexpr int kTogether = kColumns > 16 ? 1 : kSlots;
+        constexpr int kTogether = kColumns > (FP8 ? 8 : 16) ? 1 : kSlots;
         while (done < job.anchors) {
             float s[kTogether][kScores];
             const int count = min(job.anchors - done, kTogether), first = done;
-            for (int i = 0; i < count; ++i, ++done) wait_for_slot();
+            for (int i = 0; there && i < count; ++i, ++done) wait_for_slot();
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) multiply_keys(values + (first + i) % kSlots * kTileBytes, s[i]);
             wgmma_wait<0>();
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) pin(s[i]);
-            if (issued < job.anchors) {
+            if (there && issued < job.anchors) {
                 meet();  // nobody reads the slots any more
-                for (; issued < min(job.anchors, done + kSlots); ++issued) fetch(&p.k, kKeepInCache, job.anchor(issued));
+                fetch_anchors();
             }
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
@@ -544,6 +566,7 @@ struct Consumer {
                     top[own] = now;
                 }
             }
+            if (!there) break;
         }
 #if MASS
         float part[kOwn];
@@ -551,16 +574,71 @@ struct Consumer {
         for (int own = 0; own < kOwn; ++own) part[own] = top[own];
 #endif
         share_maxima(top);
+#if MASS
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) {
-            bound[own] = top[own] + cut;
-#if MASS
             const float from = __fmul_rn(finite(top[own]), p.scale_log2);
             part[own] = mass[own] == 0.f ? 0.f : mass[own] * exp2_fast(__fmul_rn(part[own], p.scale_log2) - from);
-#endif
         }
-#if MASS
         share_sums(part);
+#endif
+        if (!there) meet();
+    }
+
+    __device__ __forceinline__ void fetch_anchors() {
+        for (; issued < min(job.anchors, done + kSlots); ++issued) fetch(&p.k, kKeepInCache, job.anchor(issued));
+    }
+
+    // What the first split tells the others; by thread r for row r of its warpgroup.
+    __device__ __forceinline__ u64* message() const {
+        const int r = w * kColumns + thread();
+        const u32 place = (static_cast<u32>(job.head(p)) * rows() + r) * kWords;
+        return thread() < kColumns && r < rows() ? p.messages + place : nullptr;
+    }
+
+    __device__ __forceinline__ void tell() const {
+        u64* words = message();
+        if (words == nullptr) return;
+        store_relaxed(words, 1ull << 32 | __float_as_uint(shared_maximum(thread())));
+#if MASS
+        store_relaxed(words + 1, 1ull << 32 | __float_as_uint(shared_sum(thread())));
+#endif
+    }
+
+    // Whether everything was heard in time.
+    __device__ __forceinline__ bool hear() const {
+        const u64* words = message();
+        u64 found[kWords];
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) found[i] = words == nullptr ? 1ull << 32 : 0;
+        for (int turn = 0; turn < kPatience && !(found[0] >> 32 && found[kWords - 1] >> 32); ++turn) {
+#pragma unroll
+            for (int i = 0; i < kWords; ++i) found[i] = load_relaxed(words + i);
+        }
+        if (thread() < kColumns) {  // as share_maxima and share_sums would leave them
+#pragma unroll
+            for (int warp = 0; warp < 4; ++warp) {
+                shared.maxima[4 * w + warp][thread()] = __uint_as_float(static_cast<u32>(found[0]));
+#if MASS
+                shared.sums[4 * w + warp][thread()] = warp == 0 ? __uint_as_float(static_cast<u32>(found[1])) : 0.f;
+#endif
+            }
+        }
+        return named_all(kVoteBarrier, kConsumers, found[0] >> 32 && found[kWords - 1] >> 32);
+    }
+
+    // The bound of every row, if the keys are there.
+    __device__ __forceinline__ void look_at_anchors(bool there) {
+        const bool leads = job.split == 0;
+        if (!there || leads || !hear()) {
+            if (there) fetch_anchors();
+            score_anchors(there);
+            if (!there) return;
+        }
+        if (leads && job.splits > 1) tell();
+#pragma unroll
+        for (int own = 0; own < kOwn; ++own) bound[own] = shared_maximum(column(own)) + cut;
+#if MASS
         if (thread() < kColumns) {
             const int r = w * kColumns + thread();
             const float maximum = shared_maximum(thread());
@@ -736,18 +814,14 @@ struct Consumer {
         }
         if (over) shared.raise[tile % 2] = tile + 1;
         begin_scores(tile + 1, next);
-#if MASS || ROWS > 64  // the vote has branches, or its registers are not there
-        end_scores(next);
-        const bool dead = vote(tile, s);
-#else
+        if (kVoteAlone) end_scores(next);
 #if SKIP
         const bool dead = vote(tile, s);
 #else
         const bool dead = false;
         meet();
 #endif
-        end_scores(next);
-#endif
+        if (!kVoteAlone) end_scores(next);
         if (dead) {
             ++skipped;
             return;
@@ -807,9 +881,36 @@ struct Consumer {
         }
     }
 
-    __device__ __forceinline__ void run() {
-        load_queries(p, shared, job, query - w * kColumns * kRowBytes);
-        meet();
+    __device__ __forceinline__ float cut_of(float threshold) const {
+        return log2_fast(fminf(fmaxf(threshold, 0.f), 1.f)) * p.cut_factor;
+    }
+
+    __device__ __forceinline__ void run([[maybe_unused]] float threshold) {
+        float next[kScores];
+        if (SKIP && job.split == 0) issued = min(job.anchors, kSlots);  // the producer fetches them
+#if SKIP && ROWS <= 64
+        cut = cut_of(threshold);
+        // The first split looks at the anchors before its first tile, and once before their keys are there, which only
+        // brings the code: it is in no cache yet. The others score their first tile before they wait for the first split.
+        const bool leads = job.split == 0;
+#pragma unroll 1
+        for (int turn = 0; turn < 4; ++turn) {
+            if (turn == 1) {
+                ready_queries();
+            } else if (turn == (leads ? 3 : 2)) {
+                first_scores(next);
+            } else if (leads || turn == 3) {
+                look_at_anchors(turn > 0);
+            }
+        }
+#else
+        ready_queries();
+#if SKIP  // no registers for the first tile's scores meanwhile
+        cut = cut_of(threshold);
+        look_at_anchors(true);
+#endif
+        first_scores(next);
+#endif
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) {
             base[own] = kNoBase;
@@ -820,14 +921,6 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) o[chunk][i] = 0.f;
         }
-#if SKIP
-        const float threshold = p.threshold[static_cast<i64>(job.sequence) * p.threshold_stride];
-        cut = threshold > 0.f ? logf(fminf(threshold, 1.f)) / p.unit : -kInfinity;
-        look_at_anchors();
-#endif
-        float next[kScores];
-        begin_scores(job.begin, next);
-        end_scores(next);
         for (int tile = job.begin; tile < job.end; ++tile) step(tile, next);
         meet();  // the last weights are there
         while (done < issued) drain();
@@ -839,30 +932,22 @@ struct Consumer {
     }
 };
 
-// Fetch K of the first anchors and of the split; a dense build needs no anchors, and V of every tile.
+// Fetch K of the split. The first split brings K of the anchors before it, into the slots, which V does not need yet; a
+// dense build needs no anchors, and V of every tile.
 __device__ __forceinline__ void produce(const Params& p, Shared& shared, const Job& job, u32 keys, u32 values) {
     const int lane = threadIdx.x % 32;
     Ring ring;
 #if SKIP
-    // K of the anchors goes into the slots, which V does not need yet. All CTAs of a head want the same: most of them ask
-    // when a few have brought it into the cache.
-    const int anchors_at = job.split % kLeaders == 0 ? job.begin : min(job.begin + 2, job.end);
+    for (int i = 0; job.split == 0 && i < min(job.anchors, kSlots); ++i) {
+        load_tile(p, &p.k, kKeepInCache, job, job.anchor(i), values + i * kTileBytes,
+                  shared_address(&shared.value_full[i]), lane);
+        __syncwarp();
+    }
 #else
     int slot = 0;
     u32 slot_phase = 0;
 #endif
-    for (int tile = job.begin; tile <= job.end; ++tile, ring.next(p)) {
-#if SKIP
-        if (tile == anchors_at) {
-            if (tile > job.begin) barrier_wait(shared_address(&shared.key_full[0]), 0);
-            for (int i = 0; i < min(job.anchors, kSlots); ++i) {
-                load_tile(p, &p.k, kKeepInCache, job, job.anchor(i), values + i * kTileBytes,
-                          shared_address(&shared.value_full[i]), lane);
-                __syncwarp();
-            }
-        }
-#endif
-        if (tile == job.end) break;
+    for (int tile = job.begin; tile < job.end; ++tile, ring.next(p)) {
         barrier_wait(shared_address(&shared.key_empty[ring.stage]), ring.phase ^ 1);
         load_tile(p, &p.k, kPassThrough, job, tile, keys + ring.stage * kTileBytes,
                   shared_address(&shared.key_full[ring.stage]), lane);
@@ -880,111 +965,107 @@ __device__ __forceinline__ void produce(const Params& p, Shared& shared, const J
     }
 }
 
-__device__ __forceinline__ void read_partial(const float* place, float (&x)[4]) {
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                 : "l"(place));
+__device__ __forceinline__ float sink_log2(const Params& p, const Job& job, int row) {
+    if (p.sinks == nullptr) return -kInfinity;
+    return p.sinks[job.kv_head * p.group + row % p.group] / p.unit * p.scale_log2;
 }
 
-// All splits in their order. factors: shared memory, (rows, splits), then (rows).
-__device__ __forceinline__ void combine(const Params& p, const Job& job, float* factors) {
-    constexpr int kPieces = HEAD_DIM / 4, kEarly = kRows > 64 ? 1 : kRows > 8 ? 4 : 16;
+// All splits in their order. Their partial results come into shared memory, as many rows at once as there is room for:
+// `room` bytes from `memory`.
+__device__ __forceinline__ void combine(const Params& p, Shared& shared, const Job& job, u8* memory, u32 room) {
+    constexpr int kPieces = HEAD_DIM / 4;
+    constexpr u32 kRowPart = kPart * 4;  // bytes
+    static_assert(kMaxSplits == 32);     // a lane each
     const int rows = p.tokens * p.group, splits = job.splits, lane = threadIdx.x % 32;
-    const i64 stride = static_cast<i64>(rows) * kPart;  // of splits
-    const float* partial = p.partial + job.head(p) * p.splits * stride;
-    float* inverses = factors + rows * splits;
-    // The first loads of O are under way while the factors are found.
-    float early[kEarly][4];
-    {
-        const int i = min(static_cast<int>(threadIdx.x), rows * kPieces - 1);
-        const float* source = partial + i / kPieces * kPart + i % kPieces * 4;
-#pragma unroll
-        for (int split = 0; split < kEarly; ++split) read_partial(source + min(split, splits - 1) * stride, early[split]);
-    }
-    for (int r = threadIdx.x / 32; r < rows; r += kThreads / 32) {  // a warp for a row
-        const int query_head = job.kv_head * p.group + r % p.group;
-        const float sink = p.sinks != nullptr ? p.sinks[query_head] : -kInfinity;
-        const float sink_log2 = sink / p.unit * p.scale_log2;
-        float end[kMaxSplits / 32][4];  // base, sum, bound, its base
-#pragma unroll
-        for (int i = 0; i < kMaxSplits / 32; ++i) {
-            end[i][0] = kNoBase;
-            end[i][1] = end[i][2] = end[i][3] = 0.f;
-            if (32 * i + lane < splits) read_partial(partial + (32 * i + lane) * stride + r * kPart + HEAD_DIM, end[i]);
-        }
-        float top = sink_log2, sum = 0.f;
-#pragma unroll
-        for (int i = 0; i < kMaxSplits / 32; ++i) top = max_or_nan(top, end[i][0]);
-        for (int other = 16; other > 0; other /= 2) top = max_or_nan(top, __shfl_xor_sync(0xFFFFFFFF, top, other));
-#if MASS
-        float bound = 0.f;
-        const float bound_base = __shfl_sync(0xFFFFFFFF, end[0][3], 0);
-#endif
-#pragma unroll
-        for (int i = 0; i < kMaxSplits / 32; ++i) {
-            const float factor = exp2_fast(end[i][0] - top);
-            if (32 * i + lane < splits) factors[r * splits + 32 * i + lane] = factor;
-            sum = __fmaf_rn(end[i][1], factor, sum);
-#if MASS
-            bound += end[i][2];
-#endif
-        }
-        for (int other = 16; other > 0; other /= 2) {
-            sum += __shfl_xor_sync(0xFFFFFFFF, sum, other);
-#if MASS
-            bound += __shfl_xor_sync(0xFFFFFFFF, bound, other);
-#endif
-        }
-        if (lane == 0) {
-            if (sink > -kInfinity) sum += exp2_fast(sink_log2 - top);
-            inverses[r] = sum == 0.f ? 0.f : 1.f / sum;
-            const i64 place = job.sequence * p.lse_stride_b + query_head * p.lse_stride_h + r / p.group;
-            float lse = sum == 0.f ? -kInfinity : (top / p.scale_log2) * p.unit + logf(sum);
-            if (top == sink_log2 && sum == 1.f) lse = sink;
-            p.lse[place] = lse;
-#if MASS
-            if (p.mass_bound != nullptr) {
-                if (bound != 0.f) bound *= exp2_fast(bound_base - top);
-                p.mass_bound[place] = bound == 0.f ? 0.f : bound / (bound + sum);
-            }
-#endif
-        }
-    }
-    __syncthreads();
+    const u32 barrier = shared_address(&shared.parts_full);
+    const int together = min(rows, static_cast<int>(room / (splits * kRowPart)));
+    float* parts = reinterpret_cast<float*>(memory);  // (splits, together, kPart)
+    const int step = together * kPart;
     float v_descale = 1.f;
     if (p.v_descale != nullptr) {
         v_descale = p.v_descale[static_cast<i64>(job.sequence) * p.v_descale_stride_b +
                                 job.kv_head * p.v_descale_stride_h];
     }
-    for (int i = threadIdx.x; i < rows * kPieces; i += kThreads) {
-        const int r = i / kPieces, d = i % kPieces * 4;
-        const float* source = partial + r * kPart + d;
-        const float* factor = factors + r * splits;
-        float x[4] = {0.f, 0.f, 0.f, 0.f};
-        int split = 0;
-        if (i == static_cast<int>(threadIdx.x)) {
-#pragma unroll
-            for (; split < kEarly; ++split) {
-                if (split < splits) {
-#pragma unroll
-                    for (int n = 0; n < 4; ++n) x[n] = __fmaf_rn(early[split][n], factor[split], x[n]);
-                }
+    u32 phase = 0;
+    for (int from = 0; from < rows; from += together, phase ^= 1) {
+        const int count = min(together, rows - from);
+        if (threadIdx.x < 32) {
+            all_proxies_fence();
+            if (lane == 0) barrier_expect(barrier, splits * count * kRowPart);
+            __syncwarp();
+            if (lane < splits) {
+                const float* source = p.partial + ((job.head(p) * p.splits + lane) * rows + from) * kPart;
+                bulk_load(shared_address(parts + lane * step), source, count * kRowPart, barrier);
             }
         }
-#pragma unroll 4
-        for (; split < splits; ++split) {
-            float y[4];
-            read_partial(source + split * stride, y);
+        barrier_wait(barrier, phase);
+        for (int i = threadIdx.x / 32; i < count; i += kThreads / 32) {  // a warp for a row
+            float* end = parts + min(lane, splits - 1) * step + i * kPart + HEAD_DIM;  // base, sum, bound, its base
+            const bool mine = lane < splits;
+            const float base = mine ? end[0] : kNoBase, sink = sink_log2(p, job, from + i);
+            float top = max_or_nan(sink, base);
 #pragma unroll
-            for (int n = 0; n < 4; ++n) x[n] = __fmaf_rn(y[n], factor[split], x[n]);
+            for (int other = 16; other > 0; other /= 2) top = max_or_nan(top, __shfl_xor_sync(0xFFFFFFFF, top, other));
+            const float factor = exp2_fast(base - top);
+            float sum = mine ? end[1] * factor : 0.f;
+#if MASS
+            float bound = mine ? end[2] : 0.f;
+#endif
+#pragma unroll
+            for (int other = 16; other > 0; other /= 2) {
+                sum += __shfl_xor_sync(0xFFFFFFFF, sum, other);
+#if MASS
+                bound += __shfl_xor_sync(0xFFFFFFFF, bound, other);
+#endif
+            }
+            if (sink > -kInfinity) sum += exp2_fast(sink - top);
+            if (mine) end[0] = factor;
+            if (lane == 0) {  // of the first split: for the whole row from here on
+                end[1] = sum;
+                end[2] = top;
+#if MASS
+                if (bound != 0.f) bound *= exp2_fast(end[3] - top);
+                end[3] = bound == 0.f ? 0.f : bound / (bound + sum);
+#endif
+            }
         }
-        const float inverse = inverses[r] * v_descale;
-        if (inverses[r] == 0.f) x[0] = x[1] = x[2] = x[3] = 0.f;  // saw nothing, but perhaps 0 x NaN
-        u16* out = static_cast<u16*>(p.out) + job.sequence * p.out_stride_b + r / p.group * p.out_stride_s +
-                   (job.kv_head * p.group + r % p.group) * p.out_stride_h + d;
-        asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(out), "r"(pack_out(x[0] * inverse, x[1] * inverse)),
-                     "r"(pack_out(x[2] * inverse, x[3] * inverse))
-                     : "memory");
+        __syncthreads();
+        // By the last threads, which often have no part in the rest.
+        for (int i = kThreads - 1 - threadIdx.x; i < count; i += kThreads) {
+            const int r = from + i, query_head = job.kv_head * p.group + r % p.group;
+            const float* end = parts + i * kPart + HEAD_DIM;
+            const float sum = end[1], top = end[2];
+            float lse = sum == 0.f ? -kInfinity : (top / p.scale_log2) * p.unit + logf(sum);
+            if (top == sink_log2(p, job, r) && sum == 1.f) lse = p.sinks[query_head];
+            const i64 place = job.sequence * p.lse_stride_b + query_head * p.lse_stride_h + r / p.group;
+            p.lse[place] = lse;
+#if MASS
+            if (p.mass_bound != nullptr) p.mass_bound[place] = end[3];
+#endif
+        }
+        for (int i = threadIdx.x; i < count * kPieces; i += kThreads) {
+            const int r = from + i / kPieces, d = i % kPieces * 4;
+            const float* part = parts + i / kPieces * kPart;
+            const float sum = part[HEAD_DIM + 1];
+            float x[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 8
+            for (int split = 0; split < splits; ++split, part += step) {
+                const float factor = part[HEAD_DIM];
+                const float4 y = *reinterpret_cast<const float4*>(part + d);
+                x[0] = __fmaf_rn(y.x, factor, x[0]);
+                x[1] = __fmaf_rn(y.y, factor, x[1]);
+                x[2] = __fmaf_rn(y.z, factor, x[2]);
+                x[3] = __fmaf_rn(y.w, factor, x[3]);
+            }
+            if (sum == 0.f) x[0] = x[1] = x[2] = x[3] = 0.f;  // saw nothing, but perhaps 0 x NaN
+            const float scale = sum == 0.f ? 0.f : v_descale / sum;
+            u16* out = static_cast<u16*>(p.out) + job.sequence * p.out_stride_b + r / p.group * p.out_stride_s +
+                       (job.kv_head * p.group + r % p.group) * p.out_stride_h + d;
+            asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(out), "r"(pack_out(x[0] * scale, x[1] * scale)),
+                         "r"(pack_out(x[2] * scale, x[3] * scale))
+                         : "memory");
+        }
+        __syncthreads();  // nobody reads what the next rows overwrite
     }
 }
 
@@ -992,8 +1073,13 @@ __device__ __forceinline__ void combine(const Params& p, const Job& job, float* 
 
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS) decode(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 memory[];
-    const Job found(p);
-    if (found.split >= found.splits) return;
+    const int used = p.seqused != nullptr ? p.seqused[blockIdx.z] : p.seqlen_k;
+    const int leftpad = p.leftpad != nullptr ? p.leftpad[blockIdx.z] : 0;
+    const float threshold = SKIP ? p.threshold[static_cast<i64>(blockIdx.z) * p.threshold_stride] : 0.f;
+    {  // 64 bytes each
+        const int row = threadIdx.x / (HEAD_DIM / 32), piece = threadIdx.x % (HEAD_DIM / 32) * 4;
+        if (row < p.tokens * p.group) l2_prefetch(query_piece(p, row, piece));
+    }
     const u32 query = shared_address(memory);
     const u32 keys = query + (kQueryBytes + 1023) / 1024 * 1024;
     const u32 values = keys + p.stages * kTileBytes;
@@ -1011,10 +1097,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) decode(const __grid
             barrier_init(shared_address(&shared.value_full[i]), 1);
             barrier_init(shared_address(&shared.value_empty[i]), 4 * kGroups);
         }
+        barrier_init(shared_address(&shared.parts_full), 1);
         shared.raise[0] = shared.raise[1] = 0;
-        if (kSharedJob) *reinterpret_cast<Job*>(shared.job) = found;
         barrier_init_fence();
     }
+    const Job found(p, used, leftpad);
+    if (found.split >= found.splits) return;
+    if (kSharedJob && threadIdx.x == 0) *reinterpret_cast<Job*>(shared.job) = found;
     __syncthreads();
     const Job& job = kSharedJob ? *reinterpret_cast<const Job*>(shared.job) : found;
     if (threadIdx.x >= kConsumers) {
@@ -1031,8 +1120,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) decode(const __grid
         }
         const int w = kGroups == 1 ? 0 : __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
         const u32 rows_before = w * kColumns * kRowBytes;
-        Consumer{p, shared, job, w, query + rows_before, keys, values, weights + rows_before}.run();
+        Consumer{p, shared, job, w, query + rows_before, keys, values, weights + rows_before}.run(threshold);
         if (kGroups == 2) registers_down<kLaunchRegisters>();
+        all_proxies_fence();
     }
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -1041,5 +1131,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) decode(const __grid
         if (shared.last) *arrivals = 0;
     }
     __syncthreads();
-    if (shared.last) combine(p, job, reinterpret_cast<float*>(memory));
+#if SKIP
+    if (shared.last) {
+        const int words = p.tokens * p.group * kWords;
+        for (int i = threadIdx.x; i < words; i += kThreads) p.messages[job.head(p) * words + i] = 0;
+    }
+#endif
+    if (shared.last) combine(p, shared, job, memory, shared_address(&shared) - query);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -51,6 +52,7 @@ _POINTERS = (
     "mass_bound",
     "partial",
     "arrivals",
+    "messages",
     "kept",
     "skipped",
     "visited",
@@ -93,7 +95,7 @@ _INTEGERS = (
     "key_tiles",
     "guard_values",
 )
-_FLOATS = ("scale_log2", "unit", "score_factor", "score_cap", "eps")
+_FLOATS = ("scale_log2", "unit", "score_factor", "score_cap", "cut_factor", "eps")
 
 
 #: (device, stream) -> (address of zeros, how many). Some KB, never given back.
@@ -225,9 +227,12 @@ class Plan:
         )
         # Of the longest sequence, whose tiles begin at its first key: one more may be touched.
         splits = min(SPLITS, num_tiles(num_tiles(problem.max_seqlen_k, KEY_TILE) + 1, _MIN_TILES))
-        self._counters = batch * kv_heads
-        depth = stages(defined, defined["CTAS"] if self._counters * splits > _PROCESSORS else 1)
-        self._partial = self._counters * splits * group * q.shape[1] * (problem.head_dim + 4)
+        rows = group * q.shape[1]
+        self._arrivals = batch * kv_heads + batch * kv_heads % 2  # whole 8 bytes
+        words = batch * kv_heads * rows * (1 + defined["MASS"]) if defined["SKIP"] else 0
+        self._counters = self._arrivals + 2 * words
+        depth = stages(defined, defined["CTAS"] if batch * kv_heads * splits > _PROCESSORS else 1)
+        self._partial = batch * kv_heads * splits * rows * (problem.head_dim + 4)
         self._box_rows = KEY_TILE if table is None else min(k.shape[1], KEY_TILE)
         self._out_shape, self._lse_shape = q.shape, (batch, problem.num_heads, q.shape[1])
         self._map_shape = map_shape(problem, DECODE_TILE)
@@ -235,7 +240,7 @@ class Plan:
         self.grid, self.shared = (kv_heads, splits, batch), shared_bytes(defined, depth)
         self._threads = threads(defined)
         self._maps: dict[tuple[int, int], tuple[Any, Any]] = {}
-        tokens, heads = q.shape[1], problem.num_heads
+        tokens, heads, scores = q.shape[1], problem.num_heads, score_arguments(problem)
         self._fixed = _Params(
             q_stride_b=q.stride(0),
             q_stride_s=q.stride(1),
@@ -261,7 +266,8 @@ class Plan:
             key_tiles=self._map_shape[3],
             guard_values=int(table is not None or problem.seqused_k is not None),
             eps=-1.0 if problem.max_skipped_mass is None else problem.max_skipped_mass,
-            **score_arguments(problem),
+            cut_factor=math.log(2) / scores["unit"],
+            **scores,
         )
         with torch.cuda.device(self.device):
             device = torch.cuda.current_device()
@@ -315,6 +321,7 @@ class Plan:
             pointer(outputs.mass_bound),
             partial.data_ptr(),
             counters,
+            counters + 4 * self._arrivals,
             pointer(outputs.kept),
             pointer(outputs.skipped),
             pointer(outputs.visited),
@@ -332,7 +339,7 @@ def _strides_of(name: str, tensor: Tensor | None, dimensions: str) -> dict[str, 
 
 
 def _zeros(count: int, stream: int) -> int:
-    """Address of counters that are zero before and after each launch; a stream of a device keeps its own.
+    """Address of 32-bit zeros, which are zero again after each launch; a stream of a device keeps its own.
 
     They are not torch's: a graph that is being warmed up would take them for its own memory.
     """

@@ -63,6 +63,9 @@ __device__ __forceinline__ void async_proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// The same for ordinary accesses to any memory, and for what TMA reads and writes afterwards.
+__device__ __forceinline__ void all_proxies_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 // --- named barriers -------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void named_sync(int barrier, int threads) {
@@ -121,6 +124,14 @@ __device__ __forceinline__ void tma_load(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(target),
         "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(policy)
+        : "memory");
+}
+
+// Bytes that lie together, a multiple of 16.
+__device__ __forceinline__ void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+        "l"(source), "r"(bytes), "r"(barrier)
         : "memory");
 }
 
@@ -216,6 +227,12 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
+__device__ __forceinline__ float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Maximum that keeps NaN.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
     float c;
@@ -277,6 +294,20 @@ __device__ __forceinline__ void store_16_bytes(u32 place, u32 x, u32 y, u32 z, u
 // --- global memory ---------------------------------------------------------------------------------------
 
 // Add; what this CTA wrote before is seen by whoever reads the sum, what others wrote by this CTA.
+__device__ __forceinline__ void l2_prefetch(const void* place) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(place));
+}
+
+__device__ __forceinline__ void store_relaxed(u64* place, u64 x) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(place), "l"(x) : "memory");
+}
+
+__device__ __forceinline__ u64 load_relaxed(const u64* place) {
+    u64 x;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(place) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ int add_acquire_release(int* place, int x) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(place), "r"(x) : "memory");
