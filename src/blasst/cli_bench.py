@@ -249,6 +249,7 @@ def decode(
         int, typer.Option(min=1, max=8, help="Query rows of a sequence.")
     ] = 1,
     page_size: Annotated[int, typer.Option(min=0, help="Slots of a page; 0 = contiguous.")] = 0,
+    fp8: Annotated[bool, typer.Option("--fp8", help="A float8_e4m3fn cache.")] = False,
     impl: Annotated[Impl, typer.Option(help="Kernel, as in blasst_attn_with_kvcache.")] = "auto",
     sparsities: _Sparsities = _DECODE_SPARSITIES,
     repeats: _Repeats = None,
@@ -276,7 +277,9 @@ def decode(
             seed=seed,
             new_tokens=new_tokens,
         )
-        return measure_decode(inputs, sparsities, page_size=page_size, impl=impl, repeats=repeats, seed=seed)
+        return measure_decode(
+            inputs, sparsities, page_size=page_size, fp8=fp8, impl=impl, repeats=repeats, seed=seed
+        )
 
     shown = {"kernel": "kernel", "keys": "seqlen_k", "batch": "batch", "threshold": "threshold"}
     shown |= {"sparsity": "sparsity", "us": "us", "TB/s": "tbps", "host us": "host_us"}

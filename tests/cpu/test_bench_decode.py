@@ -126,6 +126,28 @@ def test_paged_cache_gives_the_rows_of_the_contiguous_one(
         assert [getattr(row, name) for row in paged] == [getattr(row, name) for row in flat]
 
 
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_fp8_cache_is_half_the_bytes_of_the_same_values(
+    monkeypatch: pytest.MonkeyPatch, page_size: int
+) -> None:
+    dtypes = set()
+    right = decode.blasst_attn_with_kvcache
+
+    def seen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> AttentionOutput:
+        dtypes.update((k.dtype, v.dtype))
+        return right(q, k, v, **options)
+
+    monkeypatch.setattr(decode, "blasst_attn_with_kvcache", seen)
+    inputs = tiny(dtype=torch.bfloat16)
+    rows = decode.measure_decode(inputs, [0.5], page_size=page_size, fp8=True, repeats=1).rows
+    assert dtypes == {torch.float8_e4m3fn}
+    assert [row.cache_dtype for row in rows] == [None, *["float8_e4m3fn"] * 3]
+    assert all("e4m3" in row.inputs for row in rows)
+    whole = 2 * inputs.k.numel()  # elements of K and V
+    for row, size in zip(rows, (2, 1), strict=False):
+        assert row.tbps == pytest.approx(whole * size / (row.ms * 1e-3) / 1e12)
+
+
 def test_pages_hold_the_cache_and_unused_slots_the_fill() -> None:
     cache = torch.randn(2, 50, 1, 3)
     pages, table = pages_from(cache, 16, fill=math.nan)

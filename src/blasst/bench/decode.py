@@ -40,33 +40,37 @@ class _Cache(NamedTuple):
     block_table: Tensor | None
 
 
-def _cache(inputs: Inputs, page_size: int, seed: int) -> _Cache:
+_FP8 = torch.float8_e4m3fn
+
+
+def _cache(inputs: Inputs, page_size: int, dtype: torch.dtype, seed: int) -> _Cache:
     batch, seqlen = inputs.k.shape[:2]
     lengths = torch.full((batch,), seqlen, dtype=torch.int32, device=inputs.k.device)
     if page_size == 0:
-        return _Cache(inputs.k, inputs.v, lengths, None)
+        return _Cache(inputs.k.to(dtype), inputs.v.to(dtype), lengths, None)
     k, table = pages_from(inputs.k, page_size, fill=math.nan, seed=seed)
     v, _ = pages_from(inputs.v, page_size, fill=math.nan, seed=seed)
-    return _Cache(k, v, lengths, table)
+    return _Cache(k.to(dtype), v.to(dtype), lengths, table)
 
 
-def _bytes_read(inputs: Inputs, sparsity: float) -> float:
+def _bytes_read(inputs: Inputs, sparsity: float, element_size: int) -> float:
     """Bytes of K of all keys and V of the kept ones; the last tile, which may be short, is always kept."""
     batch, seqlen, num_kv_heads, head_dim = inputs.k.shape
     keys = batch * num_kv_heads * seqlen
     visited = batch * num_kv_heads * visited_tiles_of_head(inputs, False, "decode")
     skipped = round(sparsity * visited) * DECODE_TILE.key
-    return float((2 * keys - skipped) * head_dim * inputs.k.element_size())
+    return float((2 * keys - skipped) * head_dim * element_size)
 
 
 def _with_decode_fields(
-    row: BenchmarkRow, call: Callable[[], object], inputs: Inputs, page_size: int
+    row: BenchmarkRow, call: Callable[[], object], inputs: Inputs, page_size: int, dtype: torch.dtype
 ) -> BenchmarkRow:
     return dataclasses.replace(
         row,
         us=row.ms * 1e3,
-        tbps=_bytes_read(inputs, row.sparsity) / row.ms / 1e9,
+        tbps=_bytes_read(inputs, row.sparsity, dtype.itemsize) / row.ms / 1e9,
         page_size=page_size,
+        cache_dtype=None if dtype == inputs.k.dtype else str(dtype).removeprefix("torch."),
         new_tokens=inputs.q.shape[1],
         host_us=host_microseconds(call, inputs.q.device),
     )
@@ -77,6 +81,7 @@ def measure_decode(
     sparsities: Sequence[float],
     *,
     page_size: int = 0,
+    fp8: bool = False,
     impl: str = "auto",
     repeats: int | None = None,
     seed: int = 0,
@@ -89,6 +94,8 @@ def measure_decode(
         inputs: new tokens as q, the whole cache as k and v.
         sparsities: wanted, in (0, 1); the thresholds are found on the kernel's own counts.
         page_size: slots of a page of the cache that our kernel reads; 0 = contiguous, as torch's always is.
+        fp8: round keys and values to float8_e4m3fn first; our kernel then reads a cache of that dtype,
+            torch's the same values in the dtype of q.
         impl: kernel, as in `blasst_attn_with_kvcache`; "auto" is resolved once, for the dense call.
         repeats: timed calls of each variant, interleaved; None = about 200 ms of each, 7 to 50 calls.
         seed: of the shuffled pages and of the choice of the head that is compared with the reference.
@@ -98,7 +105,11 @@ def measure_decode(
         UnsupportedError: the kernel cannot serve one of the calls.
     """
     causal = inputs.q.shape[1] > 1
-    cache = _cache(inputs, page_size, seed)
+    if fp8:
+        k, v = (x.to(_FP8).to(x.dtype) for x in (inputs.k, inputs.v))
+        inputs = dataclasses.replace(inputs, name=f"{inputs.name}, rounded to e4m3", k=k, v=v)
+    stored = _FP8 if fp8 else inputs.k.dtype
+    cache = _cache(inputs, page_size, stored, seed)
 
     @functools.cache
     def on_device(threshold: float) -> Tensor:  # a float would cost each timed call a kernel that fills one
@@ -124,7 +135,9 @@ def measure_decode(
     timed = timed_rows("decode", variants, inputs, causal, repeats=repeats, cold_l2=True)
     rows = [
         # torch's baseline reads the contiguous cache
-        _with_decode_fields(row, variant.call, inputs, page_size if number else 0)
+        _with_decode_fields(
+            row, variant.call, inputs, *((page_size, stored) if number else (0, inputs.k.dtype))
+        )
         for number, (row, variant) in enumerate(zip(timed, variants))
     ]
     return BenchmarkResult(rows, notes)

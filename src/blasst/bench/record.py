@@ -61,6 +61,7 @@ class BenchmarkRow:
         tbps: decode: bytes that had to be read, K of all keys and V of the kept tiles, over the median time,
             TB/s (1e12).
         page_size: decode: slots of a page that the kernel read; 0 = contiguous.
+        cache_dtype: decode: torch dtype name of the cache that the kernel read; None = dtype.
         new_tokens: decode: query rows, as seqlen_q.
         host_us: decode on a GPU: microseconds of the host for one call.
     """
@@ -91,6 +92,7 @@ class BenchmarkRow:
     us: float | None = None
     tbps: float | None = None
     page_size: int | None = None
+    cache_dtype: str | None = None
     new_tokens: int | None = None
     host_us: float | None = None
 

@@ -250,19 +250,15 @@ __device__ __forceinline__ float keys_sum(float x) {
     return x;
 }
 
-// 8 numbers of a row of q, for the KV head of this CTA.
-__device__ __forceinline__ const u16* query_piece(const Params& p, int row, int piece) {
-    return static_cast<const u16*>(p.q) + blockIdx.z * p.q_stride_b + row / p.group * p.q_stride_s +
-           (blockIdx.x * p.group + row % p.group) * p.q_stride_h + piece * 8;
-}
-
-// The same, read; 0 for rows that do not exist.
-__device__ __forceinline__ void read_query(const Params& p, int row, int piece, u32 (&pairs)[4]) {
+// 8 numbers of a row of q; 0 for rows that do not exist.
+__device__ __forceinline__ void read_query(const Params& p, const Job& job, int row, int piece, u32 (&pairs)[4]) {
     pairs[0] = pairs[1] = pairs[2] = pairs[3] = 0;
     if (row >= p.tokens * p.group) return;
+    const u16* place = static_cast<const u16*>(p.q) + job.sequence * p.q_stride_b + row / p.group * p.q_stride_s +
+                       (job.kv_head * p.group + row % p.group) * p.q_stride_h + piece * 8;
     asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
-                 : "l"(query_piece(p, row, piece)));
+                 : "l"(place));
 }
 
 // Q of all rows, swizzled, and what they see; by the consumers.
@@ -281,7 +277,7 @@ __device__ __forceinline__ void load_queries(const Params& p, Shared& shared, co
         float top = 0.f;
         for (int piece = 0; piece < kPieces; ++piece) {
             u32 pairs[4];
-            read_query(p, r, piece, pairs);
+            read_query(p, job, r, piece, pairs);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float low, high;
@@ -300,7 +296,7 @@ __device__ __forceinline__ void load_queries(const Params& p, Shared& shared, co
     for (int i = threadIdx.x; i < kRows * kPieces; i += kConsumers) {
         const int r = i / kPieces, piece = i % kPieces;
         u32 pairs[4];
-        read_query(p, r, piece, pairs);
+        read_query(p, job, r, piece, pairs);
         const u32 target = query + r * kRowBytes;
 #if FP8
 #pragma unroll
@@ -434,11 +430,6 @@ struct Consumer {
         pin(s);
         if (lane() == 0) barrier_arrive(shared_address(&shared.key_empty[ring.stage]));
         ring.next(p);
-    }
-
-    __device__ __forceinline__ void ready_queries() {
-        load_queries(p, shared, job, query - w * kColumns * kRowBytes);
-        meet();
     }
 
     __device__ __forceinline__ void first_scores(float (&s)[kScores]) {
@@ -881,35 +872,29 @@ struct Consumer {
         }
     }
 
-    __device__ __forceinline__ float cut_of(float threshold) const {
-        return log2_fast(fminf(fmaxf(threshold, 0.f), 1.f)) * p.cut_factor;
-    }
-
     __device__ __forceinline__ void run([[maybe_unused]] float threshold) {
         float next[kScores];
         if (SKIP && job.split == 0) issued = min(job.anchors, kSlots);  // the producer fetches them
+        load_queries(p, shared, job, query - w * kColumns * kRowBytes);
+        meet();
+#if SKIP
+        cut = log2_fast(fminf(fmaxf(threshold, 0.f), 1.f)) * p.cut_factor;
+#endif
 #if SKIP && ROWS <= 64
-        cut = cut_of(threshold);
         // The first split looks at the anchors before its first tile, and once before their keys are there, which only
         // brings the code: it is in no cache yet. The others score their first tile before they wait for the first split.
         const bool leads = job.split == 0;
 #pragma unroll 1
-        for (int turn = 0; turn < 4; ++turn) {
-            if (turn == 1) {
-                ready_queries();
-            } else if (turn == (leads ? 3 : 2)) {
+        for (int turn = 0; turn < 3; ++turn) {
+            if (turn == (leads ? 2 : 1)) {
                 first_scores(next);
-            } else if (leads || turn == 3) {
+            } else if (leads || turn == 2) {
                 look_at_anchors(turn > 0);
             }
         }
 #else
-        ready_queries();
-#if SKIP  // no registers for the first tile's scores meanwhile
-        cut = cut_of(threshold);
-        look_at_anchors(true);
-#endif
-        first_scores(next);
+        if (SKIP) look_at_anchors(true);
+        first_scores(next);  // above 64 rows there are no registers for it meanwhile
 #endif
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) {
@@ -1076,10 +1061,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) decode(const __grid
     const int used = p.seqused != nullptr ? p.seqused[blockIdx.z] : p.seqlen_k;
     const int leftpad = p.leftpad != nullptr ? p.leftpad[blockIdx.z] : 0;
     const float threshold = SKIP ? p.threshold[static_cast<i64>(blockIdx.z) * p.threshold_stride] : 0.f;
-    {  // 64 bytes each
-        const int row = threadIdx.x / (HEAD_DIM / 32), piece = threadIdx.x % (HEAD_DIM / 32) * 4;
-        if (row < p.tokens * p.group) l2_prefetch(query_piece(p, row, piece));
-    }
     const u32 query = shared_address(memory);
     const u32 keys = query + (kQueryBytes + 1023) / 1024 * 1024;
     const u32 values = keys + p.stages * kTileBytes;

@@ -293,11 +293,7 @@ __device__ __forceinline__ void store_16_bytes(u32 place, u32 x, u32 y, u32 z, u
 
 // --- global memory ---------------------------------------------------------------------------------------
 
-// Add; what this CTA wrote before is seen by whoever reads the sum, what others wrote by this CTA.
-__device__ __forceinline__ void l2_prefetch(const void* place) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(place));
-}
-
+// 8 bytes at once, in no order with anything else.
 __device__ __forceinline__ void store_relaxed(u64* place, u64 x) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(place), "l"(x) : "memory");
 }
@@ -308,6 +304,7 @@ __device__ __forceinline__ u64 load_relaxed(const u64* place) {
     return x;
 }
 
+// Add; what this CTA wrote before is seen by whoever reads the sum, what others wrote by this CTA.
 __device__ __forceinline__ int add_acquire_release(int* place, int x) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(place), "r"(x) : "memory");
