@@ -271,7 +271,9 @@ def test_optional_fields_are_written_only_when_set_and_read_back(tmp_path: Path)
 def test_committed_rows_stay_readable() -> None:
     files = sorted((Path(__file__).parents[2] / "benchmarks" / "results" / "h200").glob("*.jsonl"))
     assert files
-    assert all(row.us is None for file in files for row, _ in read_rows(file))
+    rows = [row for file in files for row, _ in read_rows(file)]
+    assert {row.bench for row in rows} == {"prefill", "decode"}
+    assert all((row.us is None) == (row.bench == "prefill") for row in rows)
 
 
 @pytest.mark.parametrize("wrong", [("--new-tokens", "9"), ("--batch", "0"), ("--page-size", "-1")])
