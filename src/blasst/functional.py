@@ -335,7 +335,7 @@ def blasst_attn_with_kvcache(
     plan = None if key is None else repeats.find(key)
     if plan is not None:
         at = given if number is None else repeats.constant(number, q.shape[0], q.device)
-        return repeats.run(plan, return_lse, *tensors[:3], at, *tensors[4:])
+        return repeats.run(plan, *tensors[:3], at, *tensors[4:])
     options = _Options(
         threshold,
         threshold_scale_factor,
@@ -395,7 +395,7 @@ def blasst_attn_with_kvcache(
         append_to_cache(k_cache, v_cache, k, v, before, block_table, k_scale, v_scale)
     result = op.call(problem, impl, return_lse)
     if key is not None:
-        repeats.remember(key, problem, *tensors)
+        repeats.remember(key, problem, return_lse, *tensors)
     return result
 
 

@@ -59,19 +59,20 @@ def find(key: tuple[Any, ...]) -> Plan | None:
     return _plans.get(key)
 
 
-def run(plan: Plan, return_lse: bool, *tensors: Any) -> AttentionOutput:
+def run(plan: Plan, *tensors: Any) -> AttentionOutput:
     """Run a prepared call on new tensors, in the order of `Plan.run`."""
     result = plan.run(*tensors)
     select.note_served("hopper")
-    return result if return_lse else result._replace(lse=None)
+    return result
 
 
-def remember(key: tuple[Any, ...], problem: AttentionProblem, *tensors: Any) -> None:
+def remember(key: tuple[Any, ...], problem: AttentionProblem, return_lse: bool, *tensors: Any) -> None:
     """Prepare the call that was just served, if it was by a kernel that can be prepared.
 
     Args:
-        key: of the call.
+        key: of the call; another one where return_lse is another.
         problem: what the checks made of it.
+        return_lse: whether the calls want the lse.
         tensors: what the user gave, in the order of `Plan.run`; None for a number that became a tensor.
     """
     if select.backend_used() != "hopper" or problem.phase != "decode":
@@ -85,7 +86,7 @@ def remember(key: tuple[Any, ...], problem: AttentionProblem, *tensors: Any) -> 
             return
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
-    _plans[key] = decode.Plan(problem)
+    _plans[key] = decode.Plan(problem, wants_lse=return_lse)
 
 
 @lru_cache(maxsize=256)

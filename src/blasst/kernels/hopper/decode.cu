@@ -90,8 +90,8 @@ struct Params {
     TensorMap k, v;
     const void* q;
     void* out;
-    float* lse;
-    float* mass_bound;
+    float* lse;         // or null
+    float* mass_bound;  // or null
     float* partial;  // (batch, KV heads, splits, rows, kPart)
     int* arrivals;   // (batch, KV heads), zero before and after
     u64* messages;   // (batch, KV heads, rows, kWords), the same: a float, and 1 above it when it is there
@@ -373,21 +373,19 @@ struct Consumer {
         const u64 b = matrix_descriptor(query, 0);
 #if FP8
         constexpr int kTogether = kGroups == 2 ? 2 : HEAD_DIM / 16;  // steps of 16 columns: two warpgroups lack registers
+        constexpr int kLoaded = kTogether % 4 == 0 && HEAD_DIM % 64 == 0 ? 4 : 2;  // of one load
 #pragma unroll
         for (int from = 0; from < HEAD_DIM / 16; from += kTogether) {
             u32 a[kTogether][4];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
-                for (int i = 0; i < kTogether; i += 2) {
+                for (int i = 0; i < kTogether; i += kLoaded) {
                     const int place = threadIdx.x % 4 * (HEAD_DIM / 4) + 4 * (from + i);
-                    u32 raw[2];  // four numbers each
-                    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-                                 : "=r"(raw[0]), "=r"(raw[1])
-                                 : "r"(tile + key(half) * kRowBytes + ((place / 16) ^ (lane() / 4)) * 16 + place % 16)
-                                 : "memory");
+                    u32 raw[kLoaded];  // four numbers each
+                    load_words(tile + key(half) * kRowBytes + ((place / 16) ^ (lane() / 4)) * 16 + place % 16, raw);
 #pragma unroll
-                    for (int x = 0; x < 2; ++x) {
+                    for (int x = 0; x < kLoaded; ++x) {
                         a[i + x][half] = widen(raw[x]);
                         a[i + x][2 + half] = widen(raw[x] >> 16);
                     }
@@ -425,16 +423,17 @@ struct Consumer {
         multiply_keys(keys + ring.stage * kTileBytes, s);
     }
 
-    __device__ __forceinline__ void end_scores(float (&s)[kScores]) {
+    __device__ __forceinline__ void end_scores(int tile, float (&s)[kScores]) {
         wgmma_wait<0>();
         pin(s);
-        if (lane() == 0) barrier_arrive(shared_address(&shared.key_empty[ring.stage]));
+        if (FP8) __syncwarp();  // each lane has read its part of K
+        if (lane() == 0 && tile < job.end) barrier_arrive(shared_address(&shared.key_empty[ring.stage]));
         ring.next(p);
     }
 
     __device__ __forceinline__ void first_scores(float (&s)[kScores]) {
         begin_scores(job.begin, s);
-        end_scores(s);
+        end_scores(job.begin, s);
     }
 
     // From products to scores: scale of fp8, softcap, masks.
@@ -527,7 +526,7 @@ struct Consumer {
         for (int own = 0; own < kOwn; ++own) mass[own] = 0.f;
 #endif
         // The first ones together: what is not there is multiplied too, and not looked at.
-        constexpr int kTogether = kColumns > (FP8 ? 8 : 16) ? 1 : kSlots;
+        constexpr int kTogether = FP8 || kColumns > 16 ? 1 : kSlots;
         while (done < job.anchors) {
             float s[kTogether][kScores];
             const int count = min(job.anchors - done, kTogether), first = done;
@@ -606,6 +605,7 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < kWords; ++i) found[i] = load_relaxed(words + i);
         }
+        __syncwarp();
         if (thread() < kColumns) {  // as share_maxima and share_sums would leave them
 #pragma unroll
             for (int warp = 0; warp < 4; ++warp) {
@@ -709,6 +709,7 @@ struct Consumer {
         wgmma_wait<0>();
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) pin(o[chunk]);
+        if (FP8 && !SKIP) __syncwarp();
         if (!SKIP && lane() == 0) barrier_arrive(shared_address(&shared.value_empty[slot]));
         ++done;
     }
@@ -805,14 +806,14 @@ struct Consumer {
         }
         if (over) shared.raise[tile % 2] = tile + 1;
         begin_scores(tile + 1, next);
-        if (kVoteAlone) end_scores(next);
+        if (kVoteAlone) end_scores(tile + 1, next);
 #if SKIP
         const bool dead = vote(tile, s);
 #else
         const bool dead = false;
         meet();
 #endif
-        if (!kVoteAlone) end_scores(next);
+        if (!kVoteAlone) end_scores(tile + 1, next);
         if (dead) {
             ++skipped;
             return;
@@ -1023,7 +1024,7 @@ __device__ __forceinline__ void combine(const Params& p, Shared& shared, const J
             float lse = sum == 0.f ? -kInfinity : (top / p.scale_log2) * p.unit + logf(sum);
             if (top == sink_log2(p, job, r) && sum == 1.f) lse = p.sinks[query_head];
             const i64 place = job.sequence * p.lse_stride_b + query_head * p.lse_stride_h + r / p.group;
-            p.lse[place] = lse;
+            if (p.lse != nullptr) p.lse[place] = lse;
 #if MASS
             if (p.mass_bound != nullptr) p.mass_bound[place] = end[3];
 #endif

@@ -14,26 +14,26 @@ from torch import Tensor
 
 from blasst.core.problem import AttentionProblem
 from blasst.core.sequences import map_shape
-from blasst.core.types import DECODE_TILE, AttentionOutput, num_tiles
+from blasst.core.types import DECODE_TILE, AttentionOutput, SkipCounts, num_tiles
 from blasst.kernels.hopper import DTYPES, HEAD_DIMS
 from blasst.kernels.hopper.compile import checked, load_kernel
 from blasst.kernels.hopper.launch import CHUNK, ROW_BYTES, dense, map_of, pointer, score_arguments, start
-from blasst.kernels.triton.launch import Outputs
 
 FILE = "decode.cu"
 KEY_TILE = 64
 
 #: Query rows (query heads of a KV head x new tokens) that a build holds.
 ROWS = (8, 16, 32, 64, 128)
-#: Builds up to these rows let two CTAs share a multiprocessor: one works while the other starts or ends.
-_TWO_CTAS_ROWS = 32
+#: CTAs that share a multiprocessor, by whether the cache is fp8 and by rows (else 1): one works while another
+#: starts, ends, or converts fp8 keys. Registers allow no more.
+_CTAS = {False: {8: 2, 16: 2, 32: 2}, True: {8: 4, 16: 3, 32: 2}}
 
 #: Splits of a long sequence, and key tiles below which one is not worth its sums. They depend on the length
 #: alone: neither the GPU nor the batch nor how heads are spread over GPUs may change a bit.
 SPLITS = 32
 _MIN_TILES = 8
 
-#: Multiprocessors of an H200: with so few CTAs the ring of K tiles may take all of the shared memory.
+#: Multiprocessors of an H200: few CTAs may each have a deeper ring of K tiles.
 _PROCESSORS = 132
 
 #: Shared memory of a multiprocessor; every CTA takes 1 KB of it besides its own.
@@ -148,7 +148,7 @@ def build(
         "SKIP": int(skip),
         "MASS": int(mass),
         "SLOTS": _SLOTS,
-        "CTAS": 2 if rows <= _TWO_CTAS_ROWS else 1,
+        "CTAS": _CTAS[fp8].get(rows, 1),
     }
 
 
@@ -216,7 +216,7 @@ class Plan:
         shared: bytes of dynamic shared memory.
     """
 
-    def __init__(self, problem: AttentionProblem) -> None:
+    def __init__(self, problem: AttentionProblem, *, wants_lse: bool = True) -> None:
         """Take what is needed of a call that this kernel can serve; compile or load the build."""
         q, k, table = problem.q, problem.k, problem.block_table
         defined, self.device = macros(problem), q.device
@@ -231,12 +231,13 @@ class Plan:
         self._arrivals = batch * kv_heads + batch * kv_heads % 2  # whole 8 bytes
         words = batch * kv_heads * rows * (1 + defined["MASS"]) if defined["SKIP"] else 0
         self._counters = self._arrivals + 2 * words
-        depth = stages(defined, defined["CTAS"] if batch * kv_heads * splits > _PROCESSORS else 1)
+        depth = stages(defined, min(defined["CTAS"], num_tiles(batch * kv_heads * splits, _PROCESSORS)))
         self._partial = batch * kv_heads * splits * rows * (problem.head_dim + 4)
         self._box_rows = KEY_TILE if table is None else min(k.shape[1], KEY_TILE)
         self._out_shape, self._lse_shape = q.shape, (batch, problem.num_heads, q.shape[1])
         self._map_shape = map_shape(problem, DECODE_TILE)
         self._wants = problem.want_counts, problem.want_mass_bound, problem.want_kept_tiles
+        self._wants_lse = wants_lse
         self.grid, self.shared = (kv_heads, splits, batch), shared_bytes(defined, depth)
         self._threads = threads(defined)
         self._maps: dict[tuple[int, int], tuple[Any, Any]] = {}
@@ -285,22 +286,23 @@ class Plan:
             threshold: the same.
             index: sinks, k_descale, v_descale, seqused_k, leftpad_k, block_table.
         """
-        if torch.cuda.current_device() != self.device.index:
+        if torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
                 return self.run(q, k, v, threshold, *index)
-        counts, bound, kept = self._wants
+        wants_counts, wants_bound, wants_kept = self._wants
         out = torch.empty(self._out_shape, dtype=q.dtype, device=self.device)
-        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self.device)
-        outputs = Outputs(
-            out,
-            lse,
-            torch.zeros_like(lse) if bound else None,
-            torch.zeros(self._map_shape, dtype=torch.int8, device=self.device) if kept else None,
-            torch.zeros(self._map_shape[:2], dtype=torch.int64, device=self.device) if counts else None,
-            torch.zeros(self._map_shape[:2], dtype=torch.int64, device=self.device) if counts else None,
-        )
+        lse = None
+        if self._wants_lse:
+            lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self.device)
+        skipped, visited, mass_bound, kept_tiles = None, None, None, None
+        if wants_counts:
+            skipped, visited = torch.zeros((2, *self._map_shape[:2]), dtype=torch.int64, device=self.device)
+        if wants_bound:
+            mass_bound = torch.zeros(self._lse_shape, dtype=torch.float32, device=self.device)
+        if wants_kept:
+            kept_tiles = torch.zeros(self._map_shape, dtype=torch.bool, device=self.device)
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if torch.cuda.is_current_stream_capturing():
+        if torch._C._cuda_isCurrentStreamCapturing():
             zeros = torch.zeros(self._counters, dtype=torch.int32, device=self.device)
             counters = zeros.data_ptr()
         else:
@@ -317,19 +319,20 @@ class Plan:
         _Pointers.from_buffer(params, _Params.q.offset)[:] = [
             q.data_ptr(),
             out.data_ptr(),
-            lse.data_ptr(),
-            pointer(outputs.mass_bound),
+            pointer(lse),
+            pointer(mass_bound),
             partial.data_ptr(),
             counters,
             counters + 4 * self._arrivals,
-            pointer(outputs.kept),
-            pointer(outputs.skipped),
-            pointer(outputs.visited),
+            pointer(kept_tiles),
+            pointer(skipped),
+            pointer(visited),
             pointer(threshold),
             *map(pointer, index),
         ]
         start(self.kernel, self.grid, self._threads, self.shared, stream, params)
-        return outputs.result()
+        counts = None if skipped is None or visited is None else SkipCounts(skipped, visited)
+        return AttentionOutput(out, lse, counts, mass_bound, kept_tiles)
 
 
 def _strides_of(name: str, tensor: Tensor | None, dimensions: str) -> dict[str, int]:

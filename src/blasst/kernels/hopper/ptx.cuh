@@ -287,6 +287,17 @@ __device__ __forceinline__ void load_transposed(u32 place, u32 (&units)[4]) {
                  : "memory");
 }
 
+__device__ __forceinline__ void load_words(u32 place, u32 (&x)[2]) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(place) : "memory");
+}
+
+__device__ __forceinline__ void load_words(u32 place, u32 (&x)[4]) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(place)
+                 : "memory");
+}
+
 __device__ __forceinline__ void store_16_bytes(u32 place, u32 x, u32 y, u32 z, u32 w) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
