@@ -235,15 +235,21 @@ def prefill(
 @bench_app.command()
 def decode(
     seqlens: Annotated[
-        LengthList, typer.Option(parser=sequence_lengths, metavar="L,L", help="Keys of the cache.")
-    ] = _DECODE_LENGTHS,
+        LengthList | None,
+        typer.Option(
+            parser=sequence_lengths,
+            metavar="L,L",
+            help="Keys of the cache; default 16K,64K or the capture's.",
+        ),
+    ] = None,
     batch: Annotated[
         LengthList, typer.Option(parser=sequence_lengths, metavar="B,B", help="Sequences.")
     ] = _DECODE_BATCHES,
     heads: Annotated[
-        HeadCounts, typer.Option(parser=head_counts, metavar="Q/KV", help="Query and KV heads.")
-    ] = _PREFILL_HEADS,
-    head_dim: Annotated[int, typer.Option(min=2)] = 128,
+        HeadCounts | None,
+        typer.Option(parser=head_counts, metavar="Q/KV", help="Query and KV heads; default 32/8."),
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(min=2, help="Default 128.")] = None,
     dtype: _Dtype = "bf16",
     new_tokens: Annotated[  # at most MAX_DECODE_TOKENS, whose file loads torch
         int, typer.Option(min=1, max=8, help="Query rows of a sequence.")
@@ -252,6 +258,14 @@ def decode(
     fp8: Annotated[bool, typer.Option("--fp8", help="A float8_e4m3fn cache.")] = False,
     impl: Annotated[Impl, typer.Option(help="Kernel, as in blasst_attn_with_kvcache.")] = "auto",
     sparsities: _Sparsities = _DECODE_SPARSITIES,
+    capture: Annotated[
+        Path | None,
+        typer.Option(
+            parser=existing_file,
+            metavar="FILE",
+            help="torch file with q, k and v of a real model; each sequence is a copy of it.",
+        ),
+    ] = None,
     repeats: _Repeats = None,
     seed: _Seed = 0,
     device: _Device = None,
@@ -259,24 +273,31 @@ def decode(
     json_output: Json = False,
 ) -> None:
     """New tokens against a KV cache: ours dense, at threshold 0 and at wanted sparsities, beside cuDNN."""
+    if capture is not None:
+        _check_capture(heads=heads, head_dim=head_dim)
     import torch
 
     from blasst.bench.decode import measure_decode
-    from blasst.bench.inputs import hot_and_cold_inputs
+    from blasst.bench.inputs import captured_inputs, hot_and_cold_inputs
 
     where, torch_dtype = _device(device), getattr(torch, _DTYPES[dtype])
+    whole = None if capture is None else captured_inputs(capture, dtype=torch_dtype, device=where)
+    lengths = (seqlens or _DECODE_LENGTHS) if whole is None else _lengths_of_capture(seqlens, whole)
 
     def measure(seqlen: int, sequences: int) -> BenchmarkResult:
-        inputs = hot_and_cold_inputs(
-            sequences,
-            seqlen,
-            *heads,
-            head_dim,
-            dtype=torch_dtype,
-            device=where,
-            seed=seed,
-            new_tokens=new_tokens,
-        )
+        if whole is None:
+            inputs = hot_and_cold_inputs(
+                sequences,
+                seqlen,
+                *(heads or _PREFILL_HEADS),
+                head_dim or 128,
+                dtype=torch_dtype,
+                device=where,
+                seed=seed,
+                new_tokens=new_tokens,
+            )
+        else:
+            inputs = whole.decode_step(seqlen, new_tokens, sequences)
         return measure_decode(
             inputs, sparsities, page_size=page_size, fp8=fp8, impl=impl, repeats=repeats, seed=seed
         )
@@ -284,7 +305,7 @@ def decode(
     shown = {"kernel": "kernel", "keys": "seqlen_k", "batch": "batch", "threshold": "threshold"}
     shown |= {"sparsity": "sparsity", "us": "us", "TB/s": "tbps", "host us": "host_us"}
     shown |= {"x cudnn": "ratio_to_cudnn", "x dense": "ratio_to_own_dense"}
-    cases = [(f"{n} x {seqlen} keys", partial(measure, seqlen, n)) for seqlen in seqlens for n in batch]
+    cases = [(f"{n} x {seqlen} keys", partial(measure, seqlen, n)) for seqlen in lengths for n in batch]
     _measure_all("bench decode", cases, "Decode", shown, out, json_output)
 
 

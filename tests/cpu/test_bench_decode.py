@@ -14,7 +14,7 @@ from bench_parts import CPU, KEYS, TINY, counting_wrong, forbid_timing, run_insi
 from blasst import blasst_attn_with_kvcache
 from blasst.bench import decode, variants
 from blasst.bench.check import WrongResultError
-from blasst.bench.inputs import Inputs, hot_and_cold_inputs
+from blasst.bench.inputs import Inputs, captured_inputs, hot_and_cold_inputs
 from blasst.bench.record import append_rows, environment, read_rows
 from blasst.bench.timing import host_microseconds
 from blasst.core.types import AttentionOutput, SkipCounts
@@ -146,6 +146,32 @@ def test_fp8_cache_is_half_the_bytes_of_the_same_values(
     whole = 2 * inputs.k.numel()  # elements of K and V
     for row, size in zip(rows, (2, 1), strict=False):
         assert row.tbps == pytest.approx(whole * size / (row.ms * 1e-3) / 1e12)
+
+
+def test_a_captured_decode_step_is_measured_at_the_lengths_and_batches_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = hot_and_cold_inputs(1, 900, 4, 2, 16, dtype=torch.float32, device=CPU)
+    file = tmp_path / "qkv.pt"
+    torch.save({"q": whole.q, "k": whole.k, "v": whole.v, "name": "some layer", "softmax_scale": 0.2}, file)
+    options = ("--capture", str(file), "--dtype", "fp32", "--repeats", "1", "--sparsities", "0.3", "--json")
+    wanted = ("--seqlens", "700,900", "--batch", "1,2", "--new-tokens", "2")
+    assert run_inside(monkeypatch, "bench", "decode", *options, *wanted) == 0
+    rows = json.loads(capfd.readouterr().out)["rows"]
+    shapes = [
+        (row["inputs"], row["seqlen_k"], row["batch"], row["num_heads"], row["num_kv_heads"]) for row in rows
+    ]
+    assert shapes[::4] == [
+        (f"captured: some layer, decode at {keys}", keys, batch, 4, 2)
+        for keys in (700, 900)
+        for batch in (1, 2)
+    ]
+    step = captured_inputs(file, dtype=torch.float32, device=CPU).decode_step(700, 2, 2)
+    assert torch.equal(step.q[1], whole.q[0, 698:700])
+    assert torch.equal(step.k[1], whole.k[0, :700])
+    assert step.softmax_scale == 0.2
+    assert run_inside(monkeypatch, "bench", "decode", *options, "--heads", "4/2") == 2
+    assert run_inside(monkeypatch, "bench", "decode", *options, "--seqlens", "901") == 2
 
 
 def test_pages_hold_the_cache_and_unused_slots_the_fill() -> None:

@@ -40,6 +40,12 @@ class Inputs:
         q, k, v = (x[:, :seqlen].contiguous() for x in (self.q, self.k, self.v))
         return Inputs(self.name, q, k, v, self.softmax_scale)
 
+    def decode_step(self, seqlen: int, new_tokens: int, batch: int) -> Inputs:
+        """The last new_tokens of the first seqlen against all of them, for so many equal sequences."""
+        q = self.q[:, seqlen - new_tokens : seqlen]
+        q, k, v = (x.repeat(batch, 1, 1, 1) for x in (q, self.k[:, :seqlen], self.v[:, :seqlen]))
+        return Inputs(f"{self.name}, decode at {seqlen}", q, k, v, self.softmax_scale)
+
     def visible_pairs(self, causal: bool) -> int:
         """Pairs of a row and a key that the mask, aligned bottom right, lets it see: batch x query heads."""
         batch, rows, heads = self.q.shape[:3]
