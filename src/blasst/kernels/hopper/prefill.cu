@@ -807,7 +807,8 @@ struct Consumer {
             rows.bound[r] = 0.f;
         }
 #if SKIP
-        const float threshold = p.threshold[static_cast<i64>(work().sequence) * p.threshold_stride];
+        const i64 place = static_cast<i64>(work().sequence) * p.threshold_stride;
+        const float threshold = p.threshold != nullptr ? p.threshold[place] : 0.f;
         cut = threshold > 0.f ? logf(fminf(threshold, 1.f)) / p.unit : -kInfinity;
 #endif
         skipped = 0;
