@@ -18,6 +18,10 @@
 // Compile-time: HEAD_DIM (64, 96, 128), BF16, FP8, ROWS (8 to 128), SKIP, MASS, SLOTS, CTAS, PATIENCE.
 #include "ptx.cuh"
 
+#ifndef WARM
+#define WARM 1
+#endif
+
 #ifndef PATIENCE
 #define PATIENCE 50  // some 0.7 us each; the message takes less than 5
 #endif
@@ -82,6 +86,7 @@ struct Shared {
 #endif
     alignas(8) u8 job[96];  // struct Job, where registers are scarce
     int last;
+    alignas(16) float nothing[kPart], waste[4 * 32];  // read and written where nothing shall come of it
 };
 
 }  // namespace
@@ -957,16 +962,19 @@ __device__ __forceinline__ float sink_log2(const Params& p, const Job& job, int 
 }
 
 // All splits in their order. Their partial results come into shared memory, as many rows at once as there is room for:
-// `room` bytes from `memory`.
-__device__ __forceinline__ void combine(const Params& p, Shared& shared, const Job& job, u8* memory, u32 room) {
+// `room` bytes from `memory`. Not `real`: one warp runs through it and nothing comes of it, but its code is then at hand.
+__device__ __forceinline__ void combine(
+    const Params& p, Shared& shared, const Job& job, u8* memory, u32 room, bool real) {
     constexpr int kPieces = HEAD_DIM / 4;
     constexpr u32 kRowPart = kPart * 4;  // bytes
     static_assert(kMaxSplits == 32);     // a lane each
-    const int rows = p.tokens * p.group, splits = job.splits, lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, thread = real ? threadIdx.x : lane;
+    const int rows = real ? p.tokens * p.group : 1, splits = job.splits;
     const u32 barrier = shared_address(&shared.parts_full);
     const int together = min(rows, static_cast<int>(room / (splits * kRowPart)));
-    float* parts = reinterpret_cast<float*>(memory);  // (splits, together, kPart)
-    const int step = together * kPart;
+    const float* parts = real ? reinterpret_cast<const float*>(memory) : shared.nothing;  // (splits, together, kPart)
+    const int step = real ? together * kPart : 0;
+    float* const waste = shared.waste + 4 * lane;
     float v_descale = 1.f;
     if (p.v_descale != nullptr) {
         v_descale = p.v_descale[static_cast<i64>(job.sequence) * p.v_descale_stride_b +
@@ -975,7 +983,7 @@ __device__ __forceinline__ void combine(const Params& p, Shared& shared, const J
     u32 phase = 0;
     for (int from = 0; from < rows; from += together, phase ^= 1) {
         const int count = min(together, rows - from);
-        if (threadIdx.x < 32) {
+        if (thread < 32 && real) {
             all_proxies_fence();
             if (lane == 0) barrier_expect(barrier, splits * count * kRowPart);
             __syncwarp();
@@ -984,9 +992,10 @@ __device__ __forceinline__ void combine(const Params& p, Shared& shared, const J
                 bulk_load(shared_address(parts + lane * step), source, count * kRowPart, barrier);
             }
         }
-        barrier_wait(barrier, phase);
-        for (int i = threadIdx.x / 32; i < count; i += kThreads / 32) {  // a warp for a row
-            float* end = parts + min(lane, splits - 1) * step + i * kPart + HEAD_DIM;  // base, sum, bound, its base
+        if (real) barrier_wait(barrier, phase);
+        for (int i = thread / 32; i < count; i += kThreads / 32) {  // a warp for a row
+            const float* end = parts + min(lane, splits - 1) * step + i * kPart + HEAD_DIM;  // base, sum, bound, its base
+            float* target = real ? const_cast<float*>(end) : waste;
             const bool mine = lane < splits;
             const float base = mine ? end[0] : kNoBase, sink = sink_log2(p, job, from + i);
             float top = max_or_nan(sink, base);
@@ -1005,31 +1014,31 @@ __device__ __forceinline__ void combine(const Params& p, Shared& shared, const J
 #endif
             }
             if (sink > -kInfinity) sum += exp2_fast(sink - top);
-            if (mine) end[0] = factor;
+            if (mine) target[0] = factor;
             if (lane == 0) {  // of the first split: for the whole row from here on
-                end[1] = sum;
-                end[2] = top;
+                target[1] = sum;
+                target[2] = top;
 #if MASS
                 if (bound != 0.f) bound *= exp2_fast(end[3] - top);
-                end[3] = bound == 0.f ? 0.f : bound / (bound + sum);
+                target[3] = bound == 0.f ? 0.f : bound / (bound + sum);
 #endif
             }
         }
-        __syncthreads();
+        if (real) __syncthreads();
         // By the last threads, which often have no part in the rest.
-        for (int i = kThreads - 1 - threadIdx.x; i < count; i += kThreads) {
+        for (int i = real ? kThreads - 1 - thread : lane; i < count; i += kThreads) {
             const int r = from + i, query_head = job.kv_head * p.group + r % p.group;
             const float* end = parts + i * kPart + HEAD_DIM;
             const float sum = end[1], top = end[2];
             float lse = sum == 0.f ? -kInfinity : (top / p.scale_log2) * p.unit + logf(sum);
             if (top == sink_log2(p, job, r) && sum == 1.f) lse = p.sinks[query_head];
             const i64 place = job.sequence * p.lse_stride_b + query_head * p.lse_stride_h + r / p.group;
-            if (p.lse != nullptr) p.lse[place] = lse;
+            if (p.lse != nullptr) *(real ? p.lse + place : waste) = lse;
 #if MASS
-            if (p.mass_bound != nullptr) p.mass_bound[place] = end[3];
+            if (p.mass_bound != nullptr) *(real ? p.mass_bound + place : waste) = end[3];
 #endif
         }
-        for (int i = threadIdx.x; i < count * kPieces; i += kThreads) {
+        for (int i = thread; i < count * kPieces; i += kThreads) {
             const int r = from + i / kPieces, d = i % kPieces * 4;
             const float* part = parts + i / kPieces * kPart;
             const float sum = part[HEAD_DIM + 1];
@@ -1047,11 +1056,12 @@ __device__ __forceinline__ void combine(const Params& p, Shared& shared, const J
             const float scale = sum == 0.f ? 0.f : v_descale / sum;
             u16* out = static_cast<u16*>(p.out) + job.sequence * p.out_stride_b + r / p.group * p.out_stride_s +
                        (job.kv_head * p.group + r % p.group) * p.out_stride_h + d;
-            asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(out), "r"(pack_out(x[0] * scale, x[1] * scale)),
+            if (!real) out = reinterpret_cast<u16*>(waste);
+            asm volatile("st.v2.b32 [%0], {%1, %2};" ::"l"(out), "r"(pack_out(x[0] * scale, x[1] * scale)),
                          "r"(pack_out(x[2] * scale, x[3] * scale))
                          : "memory");
         }
-        __syncthreads();  // nobody reads what the next rows overwrite
+        if (real) __syncthreads();  // nobody reads what the next rows overwrite
     }
 }
 
@@ -1106,18 +1116,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) decode(const __grid
         if (kGroups == 2) registers_down<kLaunchRegisters>();
         all_proxies_fence();
     }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        int* arrivals = p.arrivals + job.head(p);
-        shared.last = add_acquire_release(arrivals, 1) == job.splits - 1;
-        if (shared.last) *arrivals = 0;
-    }
-    __syncthreads();
+    // Before it waits for the others, the producer warp goes through what the last CTA has to do.
+    const bool rehearses = WARM && kGroups == 1 && threadIdx.x >= kConsumers;
+#pragma unroll 1
+    for (int turn = rehearses ? 0 : 1; turn < 2; ++turn) {
+        if (turn == 1) {
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                int* arrivals = p.arrivals + job.head(p);
+                shared.last = add_acquire_release(arrivals, 1) == job.splits - 1;
+                if (shared.last) *arrivals = 0;
+            }
+            __syncthreads();
+            if (!shared.last) break;
 #if SKIP
-    if (shared.last) {
-        const int words = p.tokens * p.group * kWords;
-        for (int i = threadIdx.x; i < words; i += kThreads) p.messages[job.head(p) * words + i] = 0;
-    }
+            const int words = p.tokens * p.group * kWords;
+            for (int i = threadIdx.x; i < words; i += kThreads) p.messages[job.head(p) * words + i] = 0;
 #endif
-    if (shared.last) combine(p, shared, job, memory, shared_address(&shared) - query);
+        }
+        combine(p, shared, job, memory, shared_address(&shared) - query, turn == 1);
+    }
 }

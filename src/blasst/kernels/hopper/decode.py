@@ -187,7 +187,7 @@ def threads(defined: dict[str, int]) -> int:
 def state_bytes(defined: dict[str, int]) -> int:
     """Upper bound of struct Shared: barriers, then floats of each row."""
     per_row = 4 + 4 + 2 + 2 * defined["FP8"] + 16 * defined["MASS"]
-    return 640 + 4 * per_row * defined["ROWS"]
+    return 640 + 4 * (defined["HEAD_DIM"] + 4 + 128) + 4 * per_row * defined["ROWS"]
 
 
 def macros(problem: AttentionProblem) -> dict[str, int]:
