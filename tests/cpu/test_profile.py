@@ -362,6 +362,10 @@ def test_tile_shape_order_and_fingerprint_must_match(tmp_path: Path) -> None:
     assert load_profile(path, serving=False).phases["prefill"].tile == TileShape(128, 128)
     with pytest.raises(ProfileError, match="fingerprint"):
         load_profile(path, serving=False, fingerprint="xyz")
+    content["phases"]["prefill"]["tile"] = {"query": 64, "key": 64}
+    path.write_text(json.dumps(content))
+    with pytest.raises(ProfileError, match=r"phases.prefill.tile: found .*key=64.*wanted .*key=128"):
+        load_profile(path)
     content["phases"]["prefill"]["tile"] = {"query": 64, "key": 128}
     content["phases"]["prefill"]["order"] = "ascending"
     path.write_text(json.dumps(content))

@@ -67,6 +67,7 @@ def test_kernels_equal_the_reference_in_the_interpreter():
         "-p",
         "no:xdist",
         "tests/cpu/test_triton_interpreter.py",
+        "tests/cpu/test_rule_by_hand.py",
     ]
     done = run(*tests, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
