@@ -28,6 +28,11 @@ demo: $(STAMP)
 test: style
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=15
 
+# Do the tests notice a wrong rule? See tests/mutants/__main__.py.
+.PHONY: test-mutants
+test-mutants: $(STAMP)
+	$(BIN)/python tests/mutants --jobs 2
+
 # Tests with other programs, each in a virtual environment of its own, which stays until make clean.
 .PHONY: test-serving test-serving-vllm test-serving-modelopt test-serving-diffusers clean-serving
 test-serving: test-serving-vllm test-serving-modelopt test-serving-diffusers
