@@ -26,7 +26,8 @@ class FlexPrefill:
     whole map of products of means that hold the share `dial` of it; else the fewest columns and, apart, the
     fewest diagonals that do so. The paper's blocks are 128 x 128 and its columns and diagonals single ones;
     here tiles of 64 x 128, columns of 128 keys and bands of 64 offsets. The first tile and the diagonal are
-    always kept. The paper's least budget of 1024 keys per row is left out: it is half of what is compared.
+    always kept. The paper's least budget of 1024 keys per row is left out: it would keep half of a prompt of
+    4K.
 
     Attributes:
         dial: the paper's gamma, cumulative mass.

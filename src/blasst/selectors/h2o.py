@@ -1,7 +1,7 @@
 """H2O: the keys with most accumulated attention, and the most recent ones.
 
 Source: arXiv:2306.14048, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
-Models", section 4.
+Models".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """RocketKV: evict by the prompt's votes, then choose at each step among what is left.
 
 Source: arXiv:2502.14051, "RocketKV: Accelerating Long-Context LLM Inference via Two-Stage KV Cache
-Compression", section 3.
+Compression".
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from blasst.selectors.tiles import largest, new_tiles, share_of
 
 @dataclass(frozen=True)
 class RocketKV:
-    """Two stages that each take the square root of the compression.
+    """Eviction by votes, then bounds among the survivors; each stage takes the same part of the compression.
 
     The first keeps the share sqrt(dial) of the tiles as SnapKV does, with a wide pooling window, for the rest
     of the sequence. The second keeps the share `dial` of all tiles, among those, by the range of each channel
     over a tile as Quest does, but only in the channels where the KV head's queries are largest. The paper
-    evicts tokens in the first stage and has smaller pages in the second; here both choose tiles of 64 keys.
+    evicts single keys in the first stage, adapts the pooling to the prompt and has smaller pages in the
+    second; here both choose tiles of 64 keys.
 
     Attributes:
         dial: share of the tiles that a step reads.

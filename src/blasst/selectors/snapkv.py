@@ -1,6 +1,6 @@
 """SnapKV: the last queries of the prompt vote once which of its keys stay.
 
-Source: arXiv:2404.14469, "SnapKV: LLM Knows What You are Looking for Before Generation", section 4.
+Source: arXiv:2404.14469, "SnapKV: LLM Knows What You are Looking for Before Generation".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SpargeAttention's first stage: products of tile means, trusted where a tile resembles itself.
 
 Source: arXiv:2502.18137, "SpargeAttention: Accurate and Training-free Sparse Attention Accelerating Any Model
-Inference", section 3.3. Its second stage is a rule inside the softmax, as blasst's is, and is not here.
+Inference". Its second stage is a rule inside the softmax, as blasst's is, and is not here.
 """
 
 from __future__ import annotations
