@@ -303,6 +303,7 @@ def arguments(phase, **change):
         "max_seqlen_k": 300,
         "k_descale": None,
         "v_descale": None,
+        "block_mask": None,
         "want_counts": True,
         "want_mass_bound": True,
         "want_kept_tiles": True,
@@ -325,7 +326,9 @@ def test_shapes_for_the_compiler_equal_real_shapes():
 
     packed = dict(zip("qkv", (x.flatten(0, 1) for x in inputs()), strict=True))
     packed.update(cu_seqlens_q=cu(0, 70, 140), cu_seqlens_k=cu(0, 300, 600))
-    for args in (arguments("prefill"), arguments("decode"), arguments("prefill", **packed)):
+    mask = torch.ones(2, 4, 2, 3, dtype=torch.bool)
+    masked = arguments("prefill", block_mask=mask)
+    for args in (arguments("prefill"), arguments("decode"), arguments("prefill", **packed), masked):
         real = torch.ops.blasst.attention(*args)
         with FakeTensorMode() as mode:
             fake = torch.ops.blasst.attention(
