@@ -86,20 +86,13 @@ class BlasstAttnBackend(AttentionBackend):
         seq_lens = forward_batch.seq_lens[:count]
         on_host = forward_batch.seq_lens_cpu
         longest = int((seq_lens if on_host is None else on_host[:count]).max())
-        self.step = PagedStep.split(
-            starts,
-            seq_lens.int(),
-            self._block_table(forward_batch, longest),
+        table = block_table(
+            self.req_to_token_pool.req_to_token,
+            forward_batch.req_pool_indices[:count],
             longest,
             self.page_size,
-            self.rules,
         )
-
-    def _block_table(self, forward_batch: ForwardBatch, longest: int) -> Tensor:
-        """Pages of each request, int32 (requests, pages), from the slots of its tokens."""
-        slots = self.req_to_token_pool.req_to_token[:, : longest : self.page_size]
-        rows = slots.index_select(0, forward_batch.req_pool_indices[: forward_batch.batch_size].long())
-        return rows.div(self.page_size, rounding_mode="floor").int()
+        self.step = PagedStep.split(starts, seq_lens.int(), table, longest, self.page_size, self.rules)
 
     def _pages(self, layer: RadixAttention) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer as (pages, page_size, num_kv_heads, head_dim) views."""
@@ -207,6 +200,19 @@ def layer_options(name: str, layer: RadixAttention, impl: str) -> LayerOptions:
         None,
         impl,
     )
+
+
+def block_table(req_to_token: Tensor, requests: Tensor, longest: int, page_size: int) -> Tensor:
+    """Pages of each request, int32 (requests, pages), from the slots of its tokens.
+
+    Args:
+        req_to_token: int32 (rows, tokens), slots of each row's tokens.
+        requests: int (requests,), their rows.
+        longest: tokens of the longest request.
+        page_size: tokens of a page; those of a page have slots that follow each other.
+    """
+    firsts = req_to_token[:, :longest:page_size].index_select(0, requests.long())
+    return firsts.div(page_size, rounding_mode="floor").int()
 
 
 def split_pages(slots: Tensor, page_size: int, num_kv_heads: int, head_dim: int) -> Tensor:

@@ -40,7 +40,15 @@ LAYERS = """
 import json, sys, torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-from blasst.integrations.sglang_backend import layer_options, split_pages
+from blasst.integrations.sglang_backend import block_table, layer_options, split_pages
+
+# requests of 6 and 9 tokens in pages of 4 slots: rows 2 and 0 of the table
+slots = torch.zeros(3, 12, dtype=torch.int32)
+slots[2, :6] = torch.tensor([8, 9, 10, 11, 20, 21])
+slots[0, :9] = torch.tensor([4, 5, 6, 7, 28, 29, 30, 31, 12])
+table = block_table(slots, torch.tensor([2, 0]), 9, 4)
+assert table.dtype == torch.int32 and table[0, :2].tolist() == [2, 5] and table[1].tolist() == [1, 7, 3]
+assert block_table(slots, torch.tensor([0]), 9, 1).tolist() == [[4, 5, 6, 7, 28, 29, 30, 31, 12]]
 
 for name, case in json.load(open(sys.argv[1])).items():
     try:
