@@ -54,7 +54,7 @@ SGLANG_IMPORTS := aiohttp apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 dill
 	transformers==5.19.0 uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash zstandard
 
 test-serving-sglang: .venv-sglang/.installed
-	OMP_NUM_THREADS=2 .venv-sglang/bin/python -m pytest tests/serving/sglang
+	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests/serving/sglang
 
 .venv-sglang/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-sglang
