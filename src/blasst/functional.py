@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from blasst.core import checks
+from blasst.core.block_mask import check_block_mask
 from blasst.core.cache import append_to_cache, check_new_keys
 from blasst.core.problem import AttentionProblem
 from blasst.core.threshold import threshold_from_scale_factor
@@ -29,6 +30,7 @@ class _Options:
     softcap: float
     sinks: Tensor | None
     max_skipped_mass: float | None
+    block_mask: Tensor | None
     return_lse: bool
     return_counts: bool
     return_mass_bound: bool
@@ -49,6 +51,7 @@ def blasst_attn_func(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     max_skipped_mass: float | None = None,
+    block_mask: Tensor | None = None,
     return_lse: bool = False,
     return_counts: bool = False,
     return_mass_bound: bool = False,
@@ -77,6 +80,10 @@ def blasst_attn_func(
         sinks: (num_heads,) natural-log logits that join each row's softmax denominator.
         max_skipped_mass: error budget eps in (0, 1): the skipped softmax weight of every row stays
             <= eps / (1 + eps). Costs sparsity. None = no budget.
+        block_mask: bool (batch, num_heads, query tiles, key tiles) in tiles of 64 x 128, on the device of q:
+            a tile that is False is not attended and not counted, and skipping happens among the others. Each
+            row that sees keys must keep a tile; checked on a CPU, on a GPU such a row has out 0 and lse -inf
+            (or its sink). None = every tile.
         return_lse: fill AttentionOutput.lse.
         return_counts: fill AttentionOutput.counts.
         return_mass_bound: fill AttentionOutput.mass_bound.
@@ -104,6 +111,7 @@ def blasst_attn_func(
         softcap,
         sinks,
         max_skipped_mass,
+        block_mask,
         return_lse,
         return_counts,
         return_mass_bound,
@@ -135,6 +143,7 @@ def blasst_attn_varlen_func(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     max_skipped_mass: float | None = None,
+    block_mask: Tensor | None = None,
     return_lse: bool = False,
     return_counts: bool = False,
     return_mass_bound: bool = False,
@@ -163,6 +172,8 @@ def blasst_attn_varlen_func(
         softcap: 0 = none.
         sinks: (num_heads,).
         max_skipped_mass: error budget in (0, 1).
+        block_mask: as in `blasst_attn_func`, sized by max_seqlen_q and max_seqlen_k; tiles beyond a sequence
+            are not looked at.
         return_lse: fill AttentionOutput.lse, (num_heads, total_q).
         return_counts: fill AttentionOutput.counts.
         return_mass_bound: fill AttentionOutput.mass_bound.
@@ -189,6 +200,7 @@ def blasst_attn_varlen_func(
         softcap,
         sinks,
         max_skipped_mass,
+        block_mask,
         return_lse,
         return_counts,
         return_mass_bound,
@@ -256,6 +268,7 @@ def blasst_attn_with_kvcache(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     max_skipped_mass: float | None = None,
+    block_mask: Tensor | None = None,
     return_lse: bool = False,
     return_counts: bool = False,
     return_mass_bound: bool = False,
@@ -293,6 +306,9 @@ def blasst_attn_with_kvcache(
         softcap: 0 = none.
         sinks: (num_heads,).
         max_skipped_mass: error budget in (0, 1).
+        block_mask: as in `blasst_attn_func`; under the decode rule (batch, num_kv_heads, 1, key tiles) in
+            tiles of 64 keys that cover the capacity. The anchors are then the first and the last two tiles
+            that it leaves.
         return_lse: fill AttentionOutput.lse.
         return_counts: fill AttentionOutput.counts; (batch, num_kv_heads) under the decode rule.
         return_mass_bound: fill AttentionOutput.mass_bound.
@@ -313,7 +329,8 @@ def blasst_attn_with_kvcache(
     """
     key, number = None, threshold if type(threshold) is float and 0 <= threshold <= 1 else None
     given = None if number is not None else threshold
-    if k is None and v is None and threshold_scale_factor is None and cache_seqlens is not None:
+    plain = k is None and v is None and threshold_scale_factor is None and block_mask is None
+    if plain and cache_seqlens is not None:
         settings = (causal, softmax_scale, window_size, softcap, max_skipped_mass, return_lse, return_counts)
         key = repeats.call_key(
             (*settings, return_mass_bound, return_kept_tiles, impl, number is None),
@@ -345,6 +362,7 @@ def blasst_attn_with_kvcache(
         softcap,
         sinks,
         max_skipped_mass,
+        block_mask,
         return_lse,
         return_counts,
         return_mass_bound,
@@ -453,7 +471,7 @@ def _problem(
     checks.check_dtype(q, options.impl)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     threshold = _threshold(options, kv_len, batch, q.device)
-    return AttentionProblem(
+    problem = AttentionProblem(
         q=q,
         k=k,
         v=v,
@@ -478,6 +496,9 @@ def _problem(
         want_mass_bound=options.return_mass_bound,
         want_kept_tiles=options.return_kept_tiles,
     )
+    if options.block_mask is None:
+        return problem
+    return replace(problem, block_mask=check_block_mask(options.block_mask, problem))
 
 
 def _threshold(options: _Options, kv_len: int | Tensor, batch: int, device: torch.device) -> Tensor | None:

@@ -15,6 +15,7 @@ from blasst.calibrate.assemble import build_profile
 from blasst.calibrate.collect import DEFAULT_THRESHOLDS, collect
 from blasst.calibrate.fit import fit_phase
 from blasst.calibrate.generate import greedy_pass
+from blasst.calibrate.histograms import Histograms
 from blasst.calibrate.measure import measure_sparsity, pooled_sparsity
 from blasst.calibrate.prompts import PROMPT_KINDS, Prompt, calibration_prompts, prompts_hash
 from blasst.calibrate.tiles import counting_rules
@@ -70,6 +71,17 @@ def model():
 
 def counts_of(table):
     return [(r.prompt, r.phase, r.kv_len, r.skipped.tolist(), r.visited.tolist()) for r in table.records]
+
+
+def test_a_margin_exactly_at_a_threshold_is_not_skipped_there():
+    histograms = Histograms(np.log([0.1, 0.5, 1.0]))
+    edge = histograms.edges(torch.device("cpu"))[1]
+    below = torch.nextafter(edge, torch.tensor(-np.inf))
+    margins = torch.stack([edge, below, torch.tensor(np.nan), torch.tensor(np.inf)])
+    histograms.add("prefill", 0, 0, 640, margins[None])
+    kv_len, skipped, visited = histograms.take("prefill", 0, 1)
+    assert (kv_len, visited.tolist()) == (640, [[4]])
+    assert skipped[:, 0, 0].tolist() == [0, 1, 2]  # below at 0.5, the edge itself from 1.0 on, NaN never
 
 
 def test_prefill_counts_are_those_of_the_sparse_kernel(model):

@@ -98,6 +98,16 @@ def test_margins_say_what_is_skipped_at_any_threshold():
     torch.testing.assert_close(margin, truth.margin[0, :, 0].float(), rtol=1e-4, atol=1e-4)
 
 
+def test_margins_of_a_row_with_nan_are_infinite():
+    inputs = heavy_tailed_inputs(1, 64, 640, 1, 1, 16, seed=13)
+    clean = next(eager.prefill_margins(inputs.q[0], inputs.k[0], softmax_scale=0.25, causal=False))[2]
+    assert bool(clean.isfinite().any())
+    inputs.q[0, 1, 0, 3] = math.nan
+    odd = next(eager.prefill_margins(inputs.q[0], inputs.k[0], softmax_scale=0.25, causal=False))[2]
+    assert bool((odd == math.inf).all())
+    assert bool((eager.decode_margins(inputs.q[0, :2], inputs.k[0], softmax_scale=0.25)[1] == math.inf).all())
+
+
 def test_three_counters_agree_when_padding_rows_end_a_tile():
     inputs = heavy_tailed_inputs(1, 130, 4096, 2, 2, 16, seed=14)
     threshold = 0.05

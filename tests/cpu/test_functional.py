@@ -1,6 +1,7 @@
 """The public functions: clear errors before any work, layouts, gradients, compilation."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -53,6 +54,8 @@ def test_wrong_tensors_are_named(change, error, message):
         ({"softmax_scale": math.inf}, ValueError),
         ({"softmax_scale": "1"}, TypeError),
         ({"softcap": -1.0}, ValueError),
+        ({"softcap": 10**400}, ValueError),
+        ({"softmax_scale": 10**400}, ValueError),
         ({"sinks": torch.zeros(4, dtype=torch.int64)}, TypeError),
         ({"sinks": torch.zeros(2)}, ValueError),
         ({"max_skipped_mass": 0.0}, ValueError),
@@ -69,6 +72,14 @@ def test_wrong_tensors_are_named(change, error, message):
 def test_wrong_options_are_named(option, error):
     with pytest.raises(error, match=next(iter(option))):
         blasst_attn_func(*inputs(), threshold=0.1, **option)
+
+
+@pytest.mark.parametrize("wide", [2**30, 2**31, 2**32 + 5, sys.maxsize, 10**400])
+def test_windows_wider_than_any_sequence_are_unlimited(wide):
+    wanted = blasst_attn_func(*inputs(), threshold=0.1, window_size=(-1, -1)).out
+    assert torch.equal(blasst_attn_func(*inputs(), threshold=0.1, window_size=(wide, wide)).out, wanted)
+    wanted = blasst_attn_func(*inputs(), threshold=0.1, window_size=(3, -1)).out
+    assert torch.equal(blasst_attn_func(*inputs(), threshold=0.1, window_size=(3, wide)).out, wanted)
 
 
 @pytest.mark.parametrize(
@@ -292,6 +303,7 @@ def arguments(phase, **change):
         "max_seqlen_k": 300,
         "k_descale": None,
         "v_descale": None,
+        "block_mask": None,
         "want_counts": True,
         "want_mass_bound": True,
         "want_kept_tiles": True,
@@ -314,7 +326,9 @@ def test_shapes_for_the_compiler_equal_real_shapes():
 
     packed = dict(zip("qkv", (x.flatten(0, 1) for x in inputs()), strict=True))
     packed.update(cu_seqlens_q=cu(0, 70, 140), cu_seqlens_k=cu(0, 300, 600))
-    for args in (arguments("prefill"), arguments("decode"), arguments("prefill", **packed)):
+    mask = torch.ones(2, 4, 2, 3, dtype=torch.bool)
+    masked = arguments("prefill", block_mask=mask)
+    for args in (arguments("prefill"), arguments("decode"), arguments("prefill", **packed), masked):
         real = torch.ops.blasst.attention(*args)
         with FakeTensorMode() as mode:
             fake = torch.ops.blasst.attention(

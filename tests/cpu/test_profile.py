@@ -297,6 +297,7 @@ BROKEN = [
     ("phases.decode.length_exponent.logit_range", [1.0]),
     ("phases.prefill.observed.sparsity", [0.1, 1.2]),
     ("phases.prefill.points.0.visited", 0),
+    ("phases.prefill.points.0.visited", 2**63),
     ("phases.prefill.points.0.skipped", [0, 0.5, 1]),
     ("phases.prefill.residuals.0.held_out", 1),
     ("phases.prefill.kind_spread.0.achieved", -0.1),
@@ -316,6 +317,27 @@ def test_a_broken_file_names_the_field_and_fails_the_schema_too(
         load_profile(tmp_path / "p.json")
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(content, _schema())
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("phases.prefill.points.0.skipped", [0, 200]),
+        ("phases.prefill.points.0.skipped", [0, 600, 200]),
+        ("phases.prefill.points.0.skipped", [0, 200, 1001]),
+        ("phases.prefill.points.0.threshold", [0.1, 0.1, 1.0]),
+        ("phases.prefill.points.0.seqlen", 8192),
+        ("phases.prefill.points.0.seqlen", 9000),
+    ],
+)
+def test_counts_that_contradict_each_other_are_refused(path: str, value: Any) -> None:
+    content = _profile().to_json()
+    _set(path, value)(content)
+    name = "points" if path.endswith("seqlen") else path.split(".")[-1]
+    with pytest.raises(
+        ProfileError, match=rf"phases\.prefill\.points.*{name}: found .*wanted |points: found"
+    ):
+        Profile.from_json(content)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": NaN}', "[" * 5000])
@@ -362,6 +384,10 @@ def test_tile_shape_order_and_fingerprint_must_match(tmp_path: Path) -> None:
     assert load_profile(path, serving=False).phases["prefill"].tile == TileShape(128, 128)
     with pytest.raises(ProfileError, match="fingerprint"):
         load_profile(path, serving=False, fingerprint="xyz")
+    content["phases"]["prefill"]["tile"] = {"query": 64, "key": 64}
+    path.write_text(json.dumps(content))
+    with pytest.raises(ProfileError, match=r"phases.prefill.tile: found .*key=64.*wanted .*key=128"):
+        load_profile(path)
     content["phases"]["prefill"]["tile"] = {"query": 64, "key": 128}
     content["phases"]["prefill"]["order"] = "ascending"
     path.write_text(json.dumps(content))

@@ -28,7 +28,12 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 #: Modules that need a package which is not there (a GPU's, an engine's), and the program's entry point.
-NOT_IMPORTED = ("blasst.__main__", "blasst.kernels.cuda", "blasst.integrations.vllm_backend")
+NOT_IMPORTED = (
+    "blasst.__main__",
+    "blasst.kernels.cuda",
+    "blasst.integrations.sglang_backend",
+    "blasst.integrations.vllm_backend",
+)
 
 
 def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +44,7 @@ def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_import_and_reference_work_without_optional_packages() -> None:
-    blocked = ("triton", "transformers", "vllm", "matplotlib", "typer", "rich", "gguf")
+    blocked = ("triton", "transformers", "vllm", "sglang", "matplotlib", "typer", "rich", "gguf")
     done = fresh(
         f"import sys\\nfor name in {blocked}: sys.modules[name] = None\\n".replace("\\n", "\n")
         + "import torch, blasst\n"

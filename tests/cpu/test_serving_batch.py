@@ -1,4 +1,4 @@
-"""Mixed steps over a paged cache, in the layout that vLLM gives: each sequence as if it came alone."""
+"""Mixed steps over a paged cache, in the layouts of vLLM and SGLang: each sequence as if it came alone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from blasst.core.errors import UnsupportedError
 from blasst.core.types import PHASES, Phase
 from blasst.functional import blasst_attn_func, blasst_attn_with_kvcache
-from blasst.integrations.serving_batch import LayerOptions, PagedStep
+from blasst.integrations.serving_batch import LayerOptions, PagedStep, require_kernels
 from blasst.integrations.serving_options import ServingOptions
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 32
@@ -17,11 +18,11 @@ HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 32
 class Batch:
     """Sequences of (new tokens, keys) with shuffled pages; slots that belong to none hold NaN."""
 
-    def __init__(self, sequences: list[tuple[int, int]], seed: int = 0) -> None:
+    def __init__(self, sequences: list[tuple[int, int]], seed: int = 0, page_size: int = PAGE) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.sequences = sequences
-        pages = [-(-keys // PAGE) for _, keys in sequences]
-        cache = torch.full((sum(pages) + 3, KV_HEADS, PAGE, 2 * DIM), torch.nan)
+        self.sequences, self.page_size = sequences, page_size
+        pages = [-(-keys // page_size) for _, keys in sequences]
+        cache = torch.full((sum(pages) + 3, KV_HEADS, page_size, 2 * DIM), torch.nan)
         self.k_pages, self.v_pages = cache.transpose(1, 2).split(DIM, dim=-1)
         order = torch.randperm(cache.shape[0], generator=generator).tolist()
         self.block_table = torch.full((len(sequences), max(pages) + 5), -1, dtype=torch.int32)
@@ -37,7 +38,7 @@ class Batch:
             own = [order.pop() for _ in range(pages[i])]
             self.block_table[i, : len(own)] = torch.tensor(own, dtype=torch.int32)
             for j, page in enumerate(own):
-                piece = slice(j * PAGE, min((j + 1) * PAGE, keys))
+                piece = slice(j * page_size, min((j + 1) * page_size, keys))
                 size = piece.stop - piece.start
                 self.k_pages[page, :size] = self.k[i][piece]
                 self.v_pages[page, :size] = self.v[i][piece]
@@ -45,7 +46,9 @@ class Batch:
 
     def step(self, options: ServingOptions) -> PagedStep:
         longest = int(self.seq_lens.max())
-        return PagedStep.split(self.starts, self.seq_lens, self.block_table, longest, PAGE, options.rules())
+        return PagedStep.split(
+            self.starts, self.seq_lens, self.block_table, longest, self.page_size, options.rules()
+        )
 
 
 MIXED = [(1, 700), (300, 300), (8, 640), (9, 1000), (1, 5), (0, 40), (100, 900), (3, 3), (1, 1200), (8, 8)]
@@ -57,9 +60,12 @@ MIXED = [(1, 700), (300, 300), (8, 640), (9, 1000), (1, 5), (0, 40), (100, 900),
 @pytest.mark.parametrize(
     "layer", [LayerOptions(DIM**-0.5), LayerOptions(0.2, (199, 0), 20.0, torch.linspace(-1, 1, HEADS))]
 )
-def test_each_sequence_is_served_as_if_alone(sequences: list[tuple[int, int]], layer: LayerOptions) -> None:
+@pytest.mark.parametrize("page_size", [PAGE, 1])  # SGLang's pages hold one token unless it is told otherwise
+def test_each_sequence_is_served_as_if_alone(
+    sequences: list[tuple[int, int]], layer: LayerOptions, page_size: int
+) -> None:
     options = ServingOptions(threshold_scale_factor={"prefill": 60.0, "decode": 40.0})
-    batch = Batch(sequences)
+    batch = Batch(sequences, page_size=page_size)
     out = torch.full((batch.q.shape[0] + 4, HEADS, DIM), 7.0)  # rows of padding at the end
     counts = batch.step(options).attend(batch.q, batch.k_pages, batch.v_pages, out, layer)
     wanted: dict[Phase, list[int]] = {phase: [0, 0] for phase in PHASES}
@@ -95,3 +101,11 @@ def test_a_phase_without_a_threshold_skips_nothing() -> None:
     assert sum(int(c.skipped.sum()) for p, c in counts if p == "prefill") == 0
     assert sum(int(c.skipped.sum()) for p, c in counts if p == "decode") > 0
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_what_no_kernel_serves_is_said_before_a_step(page_size: int) -> None:
+    layer = (HEADS, KV_HEADS, DIM, DIM, page_size)
+    require_kernels(*layer, torch.float32, torch.device("cpu"), LayerOptions(0.2))
+    with pytest.raises(UnsupportedError, match="float64"):
+        require_kernels(*layer, torch.float64, torch.device("cpu"), LayerOptions(0.2, impl="eager"))

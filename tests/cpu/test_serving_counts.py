@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -75,3 +78,32 @@ def test_prometheus_shows_both_counters_by_phase(tmp_path: Path) -> None:
     text = client.generate_latest(registry).decode()
     assert 'blasst_tiles_skipped_total{phase="prefill"} 1.0' in text
     assert 'blasst_tiles_visited_total{phase="decode"} 4.0' in text
+
+
+#: A worker of an engine whose metrics page gathers the counters of all its processes.
+WORKER = """
+import torch
+from blasst.core.types import SkipCounts
+from blasst.integrations.serving_counts import SkipMeter, engine_counters
+
+meter = SkipMeter(publish=engine_counters())
+for skipped in (3, 0, 4):
+    meter.add("decode", SkipCounts(torch.tensor([[skipped]]), torch.tensor([[10]])))
+    meter._look(log=False)
+meter._look(log=False)
+"""
+
+
+def test_counters_of_several_processes_add_up_and_show_0_at_once(tmp_path: Path) -> None:
+    client = pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", WORKER], env=environment, check=True, timeout=120)
+    registry = client.CollectorRegistry()
+    MultiProcessCollector(registry, path=str(tmp_path))
+    text = client.generate_latest(registry).decode()
+    assert 'blasst_tiles_skipped_total{phase="decode"} 14.0' in text
+    assert 'blasst_tiles_visited_total{phase="decode"} 60.0' in text
+    assert 'blasst_tiles_visited_total{phase="prefill"} 0.0' in text

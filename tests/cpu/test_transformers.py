@@ -152,6 +152,17 @@ def test_threshold_follows_each_sequence_and_not_the_batch_maximum():
     rule = enabled.thresholds["prefill"]
     assert rule.for_lengths(torch.tensor([256, 512])).tolist() == [0.25, 0.125]
     assert record.rules["decode"].kind == "dense"
+    seen = []
+    with sparse_attention(model, threshold_scale_factor=64.0) as enabled:
+        attend = enabled._session.handler._threshold
+        enabled._session.handler._threshold = lambda *call: seen.append(attend(*call)) or seen[-1]
+        out = model(tokens(2, 512), attention_mask=mask, use_cache=True)
+        step = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)
+        model(tokens(2, 1), attention_mask=step, past_key_values=out.past_key_values)
+    layers = model.config.num_hidden_layers
+    torch.testing.assert_close(
+        torch.stack(seen), torch.tensor([[64 / 256, 64 / 512]] * layers + [[64 / 257, 64 / 513]] * layers)
+    )
 
 
 @pytest.mark.parametrize("chunk", [64, 100, 6])
@@ -227,6 +238,15 @@ def test_static_cache_slots_beyond_the_position_are_ignored(model):
         ).logits[:, -1]
     assert got.isfinite().all()
     torch.testing.assert_close(got, expected[1], atol=TOLERANCE, rtol=0)
+
+
+def test_a_mask_as_long_as_a_static_cache_adds_no_keys(model):
+    ids, cache = tokens(2, 17), StaticCache(config=model.config, max_cache_len=64)
+    mask = torch.ones(2, 64, dtype=torch.long)
+    expected = model(ids).logits
+    with sparse_attention(model, threshold=0.0):
+        got = model(ids, attention_mask=mask, position_ids=torch.arange(17)[None], **{CACHE: cache}).logits
+    torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_compiled_decode_with_a_static_cache_equals_sdpa():

@@ -1,11 +1,16 @@
-"""The Triton kernels in processes of their own: imports without triton, and the interpreter's tests."""
+"""The Triton kernels: reasons; in processes of their own, imports without triton and the interpreter."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from blasst.core.types import FP8
+from blasst.kernels.triton import unsupported_reason
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
@@ -56,6 +61,24 @@ blasst_attn_func(q, q, q, threshold=0.1, impl="triton")
     assert "q is on cpu, Triton needs a GPU" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("capability", "q_dtype", "k_dtype", "advice"),
+    [
+        ((7, 5), torch.bfloat16, torch.bfloat16, "needs compute capability 8.0, use float16"),
+        ((8, 6), torch.bfloat16, FP8, "needs compute capability 8.9"),
+    ],
+)
+def test_a_dtype_that_the_gpu_lacks_is_refused_with_advice(capability, q_dtype, k_dtype, advice, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    gpu = torch.device("cuda", 0)
+    problem = SimpleNamespace(
+        q=SimpleNamespace(device=gpu, dtype=q_dtype), k=SimpleNamespace(device=gpu, dtype=k_dtype)
+    )
+    assert advice in str(unsupported_reason(problem))
+
+
 def test_kernels_equal_the_reference_in_the_interpreter():
     pytest.importorskip("triton")
     tests = [
@@ -67,6 +90,7 @@ def test_kernels_equal_the_reference_in_the_interpreter():
         "-p",
         "no:xdist",
         "tests/cpu/test_triton_interpreter.py",
+        "tests/cpu/test_rule_by_hand.py",
     ]
     done = run(*tests, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

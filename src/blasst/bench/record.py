@@ -161,6 +161,16 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def cpu_cores() -> int | None:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver; None where nvidia-smi is missing or fails."""
+    return _command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
 def environment() -> dict[str, Any]:
     """What a measured number depends on: machine, libraries and commit; no host name, no path.
 
@@ -176,7 +186,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_cores": cpu_cores(),
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         **{name: _package_version(name) for name in _PACKAGES},
@@ -189,7 +199,7 @@ def environment() -> dict[str, Any]:
             "gpu_capability": f"{properties.major}.{properties.minor}",
             "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
             "cuda": torch.version.cuda,
-            "driver": _command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "driver": driver_version(),
         }
     return block
 

@@ -171,8 +171,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
         ProfileError: it cannot be read, or is no JSON object.
     """
     path = Path(path)
-    path = path / "config.json" if path.is_dir() else path
     try:
+        path = path / "config.json" if path.is_dir() else path
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ProfileError(f"{path}: cannot be read: {error}") from error
@@ -370,7 +370,14 @@ def _targets(value: Any) -> dict[Phase, float]:
         value = dict.fromkeys(PHASES, value)
     content = _object(value, "target_sparsity")
     _only(content, set(PHASES), "target_sparsity")
-    try:
-        return {phase: require_target(content[phase]) for phase in PHASES if content.get(phase) is not None}
-    except (TypeError, ValueError) as error:
-        raise ProfileError(str(error)) from error
+    targets: dict[Phase, float] = {}
+    for phase in PHASES:
+        if (value := content.get(phase)) is None:
+            continue
+        try:
+            targets[phase] = require_target(value)
+        except (TypeError, ValueError) as error:
+            raise ProfileError(
+                f"target_sparsity.{phase}: found {value!r}, wanted a number in [0, 1]"
+            ) from error
+    return targets

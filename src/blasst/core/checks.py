@@ -30,9 +30,13 @@ def check_number(name: str, value: object, wanted: str = "a number") -> float:
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: got {value!r} ({type(value).__name__}), want {wanted}")
-    if math.isnan(value):
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name}: got an integer beyond every float, want {wanted}") from error
+    if math.isnan(number):
         raise ValueError(f"{name}: got nan, want {wanted}")
-    return float(value)
+    return number
 
 
 def check_threshold(name: str, value: object, batch: int, device: torch.device, limit: float) -> Tensor:
@@ -76,8 +80,12 @@ def _check_cpu_values(name: str, value: Tensor, limit: float, wanted: str) -> No
         raise ValueError(f"{name}: got {first!r} in the tensor, want {wanted}")
 
 
+#: A window this wide leaves out no key of any sequence; kernels add it to positions in 32 bits.
+WIDE_WINDOW = 2**30
+
+
 def check_window(window_size: object) -> tuple[int, int]:
-    """(left, right), each an int >= -1."""
+    """(left, right), each an int >= -1; `WIDE_WINDOW` and more become -1, unlimited."""
     wanted = "two integers (left, right), -1 = unlimited"
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise TypeError(f"window_size: got {window_size!r}, want {wanted}")
@@ -86,7 +94,8 @@ def check_window(window_size: object) -> tuple[int, int]:
             raise TypeError(f"window_size: got {window_size!r}, want {wanted}")
         if side < -1:
             raise ValueError(f"window_size: got {window_size!r}, want {wanted}")
-    return window_size[0], window_size[1]
+    left, right = (-1 if side >= WIDE_WINDOW else side for side in window_size)
+    return left, right
 
 
 def check_softcap(softcap: object) -> float:

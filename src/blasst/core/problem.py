@@ -42,6 +42,8 @@ class AttentionProblem:
         k_descale: float32 (batch, num_kv_heads), any strides: the keys are k.float() * k_descale, and scores
             and decisions are theirs; None = 1. Only with k in float8_e4m3fn.
         v_descale: the same for v.
+        block_mask: bool (batch, heads that vote, query tiles, key tiles), shape of the kept map: a tile that
+            is False is attended by no row of its query tile and counts as not visited. None = all.
         want_counts: fill AttentionOutput.counts.
         want_mass_bound: fill AttentionOutput.mass_bound.
         want_kept_tiles: fill AttentionOutput.kept_tiles.
@@ -67,6 +69,7 @@ class AttentionProblem:
     max_seqlen_k: int
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+    block_mask: Tensor | None = None
     want_counts: bool = False
     want_mass_bound: bool = False
     want_kept_tiles: bool = False

@@ -313,8 +313,8 @@ def load_profile(path: str | Path, *, fingerprint: str | None = None, serving: b
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"{path}: cannot be read: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no name that a file can have
+        raise ProfileError(f"{path!s:.200}: cannot be read: {error}") from error
     try:
         try:
             value = json.loads(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from blasst.core.errors import ProfileError
@@ -21,6 +22,9 @@ from blasst.core.sparsity_model import MODEL_NAMES, ExponentialModel, LengthExpo
 from blasst.core.types import Phase, TileShape
 
 Choice = TypeVar("Choice", bound=str)
+
+#: Largest integer in a file; ratios of larger ones could exceed a float.
+MAX_INTEGER = 2**63 - 1
 
 
 class Fields:
@@ -108,16 +112,17 @@ class Fields:
         return tuple(self._number(key, value, low, high) for value in self._list(key))
 
     def integer(self, key: str, low: int = 0) -> int:
-        """An integer of at least low."""
+        """An integer in [low, MAX_INTEGER]."""
         return self._integer(key, self._take(key), low)
 
     def _integer(self, key: str, value: Any, low: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self._miss(key, value, f"an integer of at least {low}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_INTEGER:
+            limit = f"at most {MAX_INTEGER}" if isinstance(value, int) and value > low else f"at least {low}"
+            raise self._miss(key, value, f"an integer of {limit}")
         return value
 
     def integers(self, key: str, low: int = 0) -> tuple[int, ...]:
-        """A list of integers of at least low."""
+        """A list of integers in [low, MAX_INTEGER]."""
         return tuple(self._integer(key, value, low) for value in self._list(key))
 
     def span(self, key: str, low: float = -math.inf, high: float = math.inf) -> tuple[float, float]:
@@ -126,6 +131,11 @@ class Fields:
         if len(values) != 2 or values[0] > values[1]:
             raise self._miss(key, list(values), "[lowest, highest]")
         return values[0], values[1]
+
+    def require(self, key: str, condition: bool, wanted: str) -> None:
+        """Refuse the value of a key that does not fit the others."""
+        if not condition:
+            raise self._miss(key, self._value.get(key), wanted)
 
     def close(self) -> None:
         """Refuse keys that nobody asked for."""
@@ -201,6 +211,9 @@ def phase_fit_from_json(phase: Phase, fields: Fields) -> PhaseFit:
     observed = fields.fields("observed")
     shape = TileShape(tile.integer("query", 1) if tile.has("query") else None, tile.integer("key", 1))
     shortest, longest = observed.span("seqlen", 1.0)
+    points = tuple(_curve(item) for item in fields.list_of_fields("points"))
+    lengths = [curve.seqlen for curve in points]
+    fields.require("points", _rise(lengths), "lengths that rise")
     fit = PhaseFit(
         phase=phase,
         tile=shape,
@@ -216,7 +229,7 @@ def phase_fit_from_json(phase: Phase, fields: Fields) -> PhaseFit:
             seqlen=(int(shortest), int(longest)),
             threshold=observed.span("threshold", 0.0, 1.0),
         ),
-        points=tuple(_curve(item) for item in fields.list_of_fields("points")),
+        points=points,
         residuals=tuple(_residual(item) for item in fields.list_of_fields("residuals")),
         kind_spread=tuple(_spread(item) for item in fields.list_of_fields("kind_spread")),
         splits=fields.integer("splits", 1) if fields.has("splits") else 1,
@@ -255,8 +268,17 @@ def _curve(fields: Fields) -> SparsityCurve:
         threshold=fields.numbers("threshold", 0.0, 1.0),
         skipped=fields.integers("skipped"),
     )
+    fields.require("threshold", _rise(curve.threshold), "thresholds that rise")
+    fits = len(curve.skipped) == len(curve.threshold) and all(
+        a <= b for a, b in pairwise((*curve.skipped, curve.visited))
+    )
+    fields.require("skipped", fits, "one count per threshold, none that falls or exceeds visited")
     fields.close()
     return curve
+
+
+def _rise(values: Sequence[float]) -> bool:
+    return all(a < b for a, b in pairwise(values))
 
 
 def _residual(fields: Fields) -> LengthResidual:

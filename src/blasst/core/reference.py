@@ -17,11 +17,12 @@ from blasst.core.problem import AttentionProblem
 from blasst.core.sequences import (
     SequenceView,
     anchor_tiles,
+    anchors_under_mask,
     map_shape,
     split_sequences,
     visible_range,
     visited_tiles,
-    visiting_order,
+    visits,
 )
 from blasst.core.threshold import effective_log_threshold
 from blasst.core.types import (
@@ -91,6 +92,7 @@ def reference_attention(
     block_table: Tensor | None = None,
     k_descale: float | Tensor | None = None,
     v_descale: float | Tensor | None = None,
+    block_mask: Tensor | None = None,
     tile: TileShape | None = None,
     order: VisitingOrder = "sink_first",
     kept_tiles: Tensor | None = None,
@@ -118,6 +120,7 @@ def reference_attention(
         k_descale: the keys are k.float() * k_descale; float, (), (num_kv_heads,) or (batch, num_kv_heads);
             None = 1.
         v_descale: the same for v.
+        block_mask: bool, shape of kept_tiles: tiles that may be attended; None = all.
         tile: vote shape; default the serving shape of the phase.
         order: visiting order of prefill.
         kept_tiles: a map to follow instead of deciding (True = keep).
@@ -162,6 +165,7 @@ def reference_attention(
         max_seqlen_k=max_k,
         k_descale=scales[0],
         v_descale=scales[1],
+        block_mask=block_mask,
     )
     return run_reference(problem, tile=tile, order=order, kept_tiles=kept_tiles, dtype=dtype)
 
@@ -200,8 +204,8 @@ def run_reference(
             row_ids, head_ids = solver.rows_of(i)
             state = solver.solve(i, given, kept[b, :, i], margin[b, :, i])
             valid = solver.row_valid(i)
-            visited[b] += len(solver.tiles_of(i))
-            skipped[b] += len(solver.tiles_of(i)) - kept[b, :, i].sum(-1)
+            visited[b] += solver.num_visited(i)
+            skipped[b] += solver.num_visited(i) - kept[b, :, i].sum(-1)
             norm = torch.where(state.row_sum == 0, torch.ones_like(state.row_sum), state.row_sum)
             values = (
                 (out, state.acc / norm[..., None]),
@@ -251,6 +255,8 @@ class _SequenceSolver:
         self.num_query_tiles = (
             min(1, self.seqlen_q) if tile.query is None else -(-self.seqlen_q // tile.query)
         )
+        mask = problem.block_mask
+        self.block_mask = None if mask is None else mask[sequence.index]  # (heads, query tiles, key tiles)
         self.log_threshold: Tensor | None = None
         if problem.threshold is not None:
             self.log_threshold = effective_log_threshold(problem.threshold)[sequence.index].to(dtype)
@@ -287,6 +293,13 @@ class _SequenceSolver:
         """Visited key tiles of query tile i."""
         return visited_tiles(*self._ranges(i), self.tile.key)
 
+    def num_visited(self, i: int) -> int | Tensor:
+        """Visited key tiles of query tile i; under a block mask (heads,)."""
+        tiles = self.tiles_of(i)
+        if self.block_mask is None:
+            return len(tiles)
+        return self.block_mask[:, i, tiles.start : tiles.stop].sum(-1)
+
     def _scores(self, i: int) -> Tensor:
         """Scaled and capped scores (heads, rows, keys) of query tile i, not masked yet."""
         row, head = self.rows_of(i)
@@ -299,27 +312,47 @@ class _SequenceSolver:
         begin, end = self._ranges(i)
         key = torch.arange(self.seqlen_k, device=self.q.device)
         visible = (key >= begin[:, None]) & (key < end[:, None])  # (rows, keys)
-        scores = torch.where(visible, self._scores(i), -math.inf)
-        state = self._start(scores, i)
         tiles = visited_tiles(begin, end, self.tile.key)
         decode = self.problem.phase == "decode"
-        anchors = anchor_tiles(begin, end, self.tile.key) if decode else set()
+        allowed = None if self.block_mask is None else self.block_mask[:, i]  # (heads, key tiles)
+        if allowed is not None:
+            in_mask = allowed.repeat_interleave(self.tile.key, dim=-1)[:, None, : self.seqlen_k]
+            visible = visible & in_mask  # (heads, rows, keys)
+        scores = torch.where(visible, self._scores(i), -math.inf)
+        state = self._start(scores, i)
+        anchors = self._anchors(begin, end, allowed, kept.shape) if decode else torch.zeros_like(kept)
         anchor = _AnchorState.of(scores, visible, state.row_max, anchors, self.tile.key) if decode else None
 
-        for j in visiting_order(tiles, "ascending" if decode else self.order):
+        for j, heads in visits(tiles, "ascending" if decode else self.order, allowed):
             columns = slice(j * self.tile.key, (j + 1) * self.tile.key)
-            s, seen = scores[..., columns], visible[:, columns]
+            s, seen = scores[..., columns], visible[..., columns]
+            if heads is not None:  # to the others the tile is as good as invisible now
+                s = torch.where(heads[:, None, None], s, -math.inf)
+                seen = seen & heads[:, None, None]
             compare = state.row_max if anchor is None else anchor.row_max
             gap, agree = self._vote(s, seen, compare)
-            skip = agree & (j not in anchors)
-            margin[:, j] = math.inf if j in anchors else gap
+            skip = agree & ~anchors[:, j]
+            gap = torch.where(anchors[:, j], math.inf, gap)
             if self.problem.max_skipped_mass is not None:
                 skip &= self._affordable(s, seen, state, anchor)
             if given is not None:
                 skip = ~given[:, i, j]
-            kept[:, j] = ~skip
+            now = torch.ones_like(skip) if heads is None else heads
+            margin[:, j] = torch.where(now, gap, margin[:, j])
+            kept[:, j] = torch.where(now, ~skip, kept[:, j])
             self._update(state, s, seen, self.v[:, columns], skip)
         return state
+
+    def _anchors(self, begin: Tensor, end: Tensor, allowed: Tensor | None, shape: torch.Size) -> Tensor:
+        """Anchor tiles, bool (heads, key tiles)."""
+        anchors = torch.zeros(shape, dtype=torch.bool, device=self.q.device)
+        if allowed is None:
+            anchors[:, sorted(anchor_tiles(begin, end, self.tile.key))] = True
+            return anchors
+        first_key = torch.arange(shape[-1], device=self.q.device) * self.tile.key
+        sees = (begin[:, None] < first_key + self.tile.key) & (end[:, None] > first_key)
+        sees &= (begin < end)[:, None]
+        return anchors_under_mask(sees & allowed[:, None])
 
     def _start(self, scores: Tensor, i: int) -> _Rows:
         heads, rows = scores.shape[:2]
@@ -372,16 +405,16 @@ class _SequenceSolver:
 
 @dataclass(frozen=True)
 class _AnchorState:
-    """What the anchor tiles say: (heads, rows) maximum and sum, (rows,) keys outside them."""
+    """What the anchor tiles say: (heads, rows) maximum and sum, (heads, rows) keys outside them."""
 
     row_max: Tensor
     row_sum: Tensor
     rest: Tensor
 
     @staticmethod
-    def of(scores: Tensor, visible: Tensor, start: Tensor, anchors: set[int], tile_key: int) -> _AnchorState:
-        tile_of_key = torch.arange(scores.shape[-1], device=scores.device) // tile_key
-        inside = torch.isin(tile_of_key, torch.tensor(sorted(anchors), device=scores.device)) & visible
+    def of(scores: Tensor, visible: Tensor, start: Tensor, anchors: Tensor, tile_key: int) -> _AnchorState:
+        of_keys = anchors.repeat_interleave(tile_key, dim=-1)[:, None, : scores.shape[-1]]
+        inside = of_keys & visible  # (heads, rows, keys)
         row_max = start
         if scores.shape[-1]:
             row_max = torch.maximum(start, torch.where(inside, scores, -math.inf).amax(-1))
@@ -395,8 +428,8 @@ def _tile_bound(s: Tensor, seen: Tensor, compare: Tensor) -> Tensor:
     """Sum over groups of 8 keys of n_visible * exp(group_max - compare), (heads, rows)."""
     group = group_of_key(-(-s.shape[-1] // 32) * 32)[: s.shape[-1]].to(s.device)
     num_groups = int(group.max()) + 1
-    none = seen.new_zeros((seen.shape[0], num_groups), dtype=torch.int64)
-    count = none.scatter_add(1, group.expand(seen.shape[0], -1), seen.long())
+    none = seen.new_zeros((*seen.shape[:-1], num_groups), dtype=torch.int64)
+    count = none.scatter_add(-1, group.expand_as(seen), seen.long())
     start = s.new_full((*s.shape[:-1], num_groups), -math.inf)
     group_max = start.scatter_reduce(-1, group.expand_as(s), s, "amax")
     bound = count * (group_max - compare[..., None]).exp()

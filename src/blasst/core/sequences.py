@@ -128,6 +128,47 @@ def anchor_tiles(begin: Tensor, end: Tensor, tile_key: int) -> set[int]:
     return anchors
 
 
+def visits(tiles: range, order: VisitingOrder, allowed: Tensor | None) -> list[tuple[int, Tensor | None]]:
+    """The visits of a prefill query tile in order: a key tile, and which heads visit it then (None = all).
+
+    Under a block mask heads differ in their first tile, so a tile may come twice, for different heads.
+
+    Args:
+        tiles: key tiles with a visible pair.
+        order: visiting order.
+        allowed: bool (heads, key tiles), the block mask from key tile 0 on, or None.
+    """
+    if allowed is None:
+        return [(j, None) for j in visiting_order(tiles, order)]
+    if order != "sink_first":
+        return [(j, allowed[:, j]) for j in visiting_order(tiles, order)]
+    first = allowed & first_true(allowed[:, tiles.start : tiles.stop], tiles.start, allowed.shape[1])
+    plan: list[tuple[int, Tensor | None]] = [(j, first[:, j]) for j in tiles if bool(first[:, j].any())]
+    plan += [(j, allowed[:, j] & ~first[:, j]) for j in reversed(tiles)]
+    return plan
+
+
+def first_true(flags: Tensor, start: int, width: int) -> Tensor:
+    """Marks the first True of each row of flags (..., n), placed at columns start.. of (..., width)."""
+    marked = flags.new_zeros((*flags.shape[:-1], width))
+    marked[..., start : start + flags.shape[-1]] = flags & (flags.cumsum(-1) == 1)
+    return marked
+
+
+def anchors_under_mask(concerned: Tensor) -> Tensor:
+    """Anchor tiles when a block mask leaves tiles out: of each row the first and the last two that are left.
+
+    Args:
+        concerned: bool (heads, rows, tiles), the row sees a key of the tile and the mask keeps it.
+
+    Returns:
+        bool (heads, tiles), the union over rows.
+    """
+    from_left = concerned.cumsum(-1)
+    from_right = from_left[..., -1:] - from_left + concerned
+    return (concerned & ((from_left == 1) | (from_right <= 2))).any(1)
+
+
 def map_shape(problem: AttentionProblem, tile: TileShape) -> tuple[int, int, int, int]:
     """Shape of the kept map: (batch, heads that vote, query tiles, key tiles)."""
     if tile.query is None:

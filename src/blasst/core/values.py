@@ -14,7 +14,7 @@ def weighted_values(weight: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     Args:
         weight: (heads, rows, keys), 0 where a key is invisible.
         v: (heads, keys, head_dim_v).
-        seen: bool (rows, keys), whether the row sees the key.
+        seen: bool (rows, keys) or (heads, rows, keys), whether the row sees the key.
 
     Returns:
         (heads, rows, head_dim_v).
@@ -26,5 +26,5 @@ def weighted_values(weight: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     for c in (~finite.all(-1)).any(0).nonzero().flatten().tolist():
         odd = torch.where(finite[:, c], 0.0, v[:, c])  # (heads, head_dim_v)
         spread = weight[..., c, None] * odd[:, None, :]
-        total = total + torch.where(seen[:, c, None] & ~finite[:, c][:, None, :], spread, 0.0)
+        total = total + torch.where(seen[..., c, None] & ~finite[:, c][:, None, :], spread, 0.0)
     return total

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from blasst.core.errors import UnsupportedError
 from blasst.core.types import MAX_DECODE_TOKENS, AttentionOutput, Phase, SkipCounts, num_tiles
 from blasst.functional import blasst_attn_varlen_func, blasst_attn_with_kvcache
 from blasst.integrations.serving_options import ServingRules
+from blasst.kernels.select import backend_used
 
 
 class LayerOptions(NamedTuple):
@@ -187,4 +190,57 @@ class PagedStep:
             causal=True,
             return_counts=True,
             **layer._asdict(),
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def require_kernels(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: LayerOptions,
+) -> None:
+    """Run both rules once on a small cache, so that what no kernel serves ends the start of an engine.
+
+    Args:
+        num_heads: query heads of a layer.
+        num_kv_heads: heads of its cache.
+        head_dim: size of a query and of a key.
+        head_dim_v: size of a value.
+        page_size: tokens of a page of the cache.
+        dtype: of queries and of the cache.
+        device: where the layer runs.
+        options: what else the layer needs.
+
+    Raises:
+        UnsupportedError: no kernel serves the layer; on a GPU with impl="auto" also when only the eager one
+            does.
+    """
+    length = 9  # the shortest that follows the prefill rule
+    pages = num_tiles(length, page_size)
+    k_pages = torch.zeros(pages, page_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+    v_pages = torch.zeros(pages, page_size, num_kv_heads, head_dim_v, dtype=dtype, device=device)
+    table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+    lengths = torch.tensor([length], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, length], dtype=torch.int32, device=device)
+    q = torch.zeros(length, num_heads, head_dim, dtype=dtype, device=device)
+    common: dict[str, Any] = {
+        "block_table": table,
+        "threshold": 0.0,
+        "causal": True,
+        "return_counts": True,
+        **options._asdict(),
+    }
+    with torch.no_grad():
+        blasst_attn_varlen_func(q, k_pages, v_pages, starts, starts, length, length, **common)
+        used = [backend_used()]
+        blasst_attn_with_kvcache(q[None, :1], k_pages, v_pages, cache_seqlens=lengths, **common)
+        used.append(backend_used())
+    if device.type != "cpu" and options.impl == "auto" and "eager" in used:
+        raise UnsupportedError(
+            f"no GPU kernel of blasst serves head size {head_dim} in {dtype}; impl=eager would, slowly"
         )

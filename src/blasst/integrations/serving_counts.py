@@ -26,6 +26,9 @@ from blasst.core.types import PHASES, Phase, SkipCounts
 #: Seconds between two looks of the thread; a look is one copy of four numbers.
 _LOOK_INTERVAL = 1.0
 
+#: Metrics blasst_tiles_<name>_total, with their help.
+_METRICS = (("skipped", "Key tiles that were skipped."), ("visited", "Key tiles looked at."))
+
 
 class Tiles(NamedTuple):
     """Tiles of one phase since the start."""
@@ -67,11 +70,14 @@ class SkipMeter:
         log: where a line goes, or None.
         log_interval: seconds between two lines; 0 = none.
         folder: where the sums are written for the metrics page, or None.
+        publish: called with the tiles since the start whenever they moved, for an engine with counters of
+            its own, or None.
     """
 
     log: Callable[[str], None] | None = None
     log_interval: float = 0.0
     folder: Path | None = None
+    publish: Callable[[Totals], None] | None = None
     _sums: dict[Phase, Tensor] = field(default_factory=dict, repr=False)
     _logged: Totals = field(default_factory=lambda: dict.fromkeys(PHASES, Tiles(0, 0)), repr=False)
     _written: Totals | None = field(default=None, repr=False)
@@ -116,10 +122,35 @@ class SkipMeter:
             totals = self.totals()
             if totals != self._written and self.folder is not None and self.folder.is_dir():
                 write_totals(self.folder, totals)
+            if totals != self._written and self.publish is not None:
+                self.publish(totals)
             self._written = totals
             if log and self.log is not None and self.log_interval > 0 and totals != self._logged:
                 self.log(describe(totals, self._logged))
                 self._logged = totals
+
+
+def engine_counters() -> Callable[[Totals], None] | None:
+    """Counters of this process for an engine whose metrics page gathers those of all its processes.
+
+    Returns:
+        What `SkipMeter.publish` takes, or None without prometheus_client; the counters show 0 at once.
+    """
+    try:
+        from prometheus_client import Counter
+    except ImportError:
+        return None
+    counters = {name: Counter(f"blasst_tiles_{name}", text, ["phase"]) for name, text in _METRICS}
+    shown = dict.fromkeys(PHASES, Tiles(0, 0))
+
+    def publish(totals: Totals) -> None:
+        for phase, tiles in totals.items():
+            for name, counter in counters.items():
+                counter.labels(phase).inc(getattr(tiles, name) - getattr(shown[phase], name))
+        shown.update(totals)
+
+    publish(dict(shown))
+    return publish
 
 
 def write_totals(folder: Path, totals: Totals) -> None:
@@ -168,7 +199,7 @@ class TileCollector:
     def _families(totals: Totals) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily
 
-        for name, text in (("skipped", "Key tiles that were skipped."), ("visited", "Key tiles looked at.")):
+        for name, text in _METRICS:
             family = CounterMetricFamily(f"blasst_tiles_{name}", text, labels=["phase"])
             for phase, tiles in totals.items():
                 family.add_metric([phase], getattr(tiles, name))

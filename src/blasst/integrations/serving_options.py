@@ -174,9 +174,10 @@ def _from_config(config: object) -> dict[str, tuple[object, str]]:
 
 def _value(name: str, value: object, source: str) -> object:
     if name == "profile":
-        if not isinstance(value, str | os.PathLike):
+        path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+        if path is None or "\0" in str(path):
             raise ValueError(f"{source}: got {value!r}, wants the path of a calibration file")
-        return os.fspath(value)
+        return path
     if name == "impl":
         if value not in IMPLS:
             raise ValueError(f"{source}: got {value!r}, wants one of {', '.join(IMPLS)}")
@@ -193,7 +194,7 @@ def _number(value: object, source: str, wanted: str) -> float:
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             number = float(value)
-        except ValueError:
+        except (ValueError, OverflowError):  # an integer may exceed every float
             number = math.nan
         if not math.isnan(number):
             return number
@@ -206,7 +207,7 @@ def _per_phase(value: object, source: str) -> PerPhase:
     if isinstance(value, str) and value.startswith("{"):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{source}: got {value!r}, wants {wanted}") from error
     if isinstance(value, str) and "=" in value:
         parts = [part.partition("=") for part in value.split(",")]

@@ -75,7 +75,10 @@ def _number(name: str, value: object) -> float:
         raise ValueError(
             f"{name}: got {value!r}, wants a number or a mapping of 'prefill' and 'decode' to numbers"
         )
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond every float
+        return math.inf if value > 0 else -math.inf
 
 
 def _per_phase(name: str, value: PerPhase, low: float, high: float) -> dict[Phase, float | None]:

@@ -7,7 +7,6 @@ vLLM's own GPU backends do, and write both ourselves, since CPU_ATTN packs keys 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,10 +27,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from blasst.core.errors import UnsupportedError
-from blasst.functional import blasst_attn_varlen_func, blasst_attn_with_kvcache
-from blasst.integrations.serving_batch import LayerOptions, PagedStep
+from blasst.integrations.serving_batch import LayerOptions, PagedStep, require_kernels
 from blasst.integrations.vllm import meter_of, options_of, rules_of
-from blasst.kernels.select import backend_used
 
 #: KV cache types that hold plain numbers.
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32")
@@ -139,9 +136,10 @@ class BlasstImpl(AttentionImpl[BlasstMetadata]):
             options.impl,
         )
         self.meter = meter_of(vllm_config, options)
-        _require_kernels(
+        require_kernels(
             num_heads,
             self.num_kv_heads,
+            head_size,
             head_size,
             vllm_config.cache_config.block_size or 16,
             torch.get_default_dtype(),
@@ -226,41 +224,6 @@ def split_cache(
         )
     k_pages, v_pages = kv_cache.transpose(1, 2).split(head_size, dim=-1)
     return k_pages, v_pages
-
-
-@functools.lru_cache(maxsize=64)
-def _require_kernels(
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    options: LayerOptions,
-) -> None:
-    """Run both rules once on two pages, so that what no kernel serves ends the start."""
-    cache = torch.zeros(2, num_kv_heads, page_size, 2 * head_size, dtype=dtype, device=device)
-    k_pages, v_pages = cache.transpose(1, 2).split(head_size, dim=-1)
-    table = torch.zeros(1, 2, dtype=torch.int32, device=device)
-    length = torch.tensor([9], dtype=torch.int32, device=device)
-    starts = torch.tensor([0, 9], dtype=torch.int32, device=device)
-    q = torch.zeros(9, num_heads, head_size, dtype=dtype, device=device)
-    common: dict[str, Any] = {
-        "block_table": table,
-        "threshold": 0.0,
-        "causal": True,
-        "return_counts": True,
-        **options._asdict(),
-    }
-    with torch.no_grad():
-        blasst_attn_varlen_func(q, k_pages, v_pages, starts, starts, 9, 9, **common)
-        used = [backend_used()]
-        blasst_attn_with_kvcache(q[None, :1], k_pages, v_pages, cache_seqlens=length, **common)
-        used.append(backend_used())
-    if device.type != "cpu" and options.impl == "auto" and "eager" in used:
-        raise UnsupportedError(
-            f"no GPU kernel of blasst serves head size {head_size} in {dtype}; impl=eager would, slowly"
-        )
 
 
 class BlasstBackend(AttentionBackend):

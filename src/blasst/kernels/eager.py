@@ -19,6 +19,8 @@ from blasst.core.problem import AttentionProblem
 from blasst.core.sequences import (
     SequenceView,
     anchor_tiles,
+    anchors_under_mask,
+    first_true,
     map_shape,
     split_sequences,
     visible_range,
@@ -94,12 +96,13 @@ class _Sequence:
             splits,
         )
 
-    def score(self, q: Tensor, first_row: int) -> ScoredTiles | None:
+    def score(self, q: Tensor, first_row: int, block_mask: Tensor | None = None) -> ScoredTiles | None:
         """Scores of the rows of one query tile.
 
         Args:
             q: (rows, num_heads, head_dim) the rows, from first_row on.
             first_row: number of the first of them in the sequence.
+            block_mask: bool (heads that vote, key tiles), or None.
 
         Returns:
             None when no row sees a key.
@@ -126,7 +129,8 @@ class _Sequence:
             begin, end = begin.repeat_interleave(group), end.repeat_interleave(group)
         else:
             scores = scores.view(num_heads, rows, -1)
-        return self._with_rule(scores, tiles, begin, end, sink)
+        allowed = None if block_mask is None else block_mask[:, tiles.start : tiles.stop]
+        return self._with_rule(scores, tiles, begin, end, sink, allowed)
 
     def _sink_of_rows(self, rows: int, num_kv_heads: int, group: int, decode: bool) -> Tensor:
         if self.sinks is None:
@@ -138,7 +142,13 @@ class _Sequence:
         return sinks[:, None].expand(-1, rows)
 
     def _with_rule(
-        self, scores: Tensor, tiles: range, begin: Tensor, end: Tensor, start: Tensor
+        self,
+        scores: Tensor,
+        tiles: range,
+        begin: Tensor,
+        end: Tensor,
+        start: Tensor,
+        allowed: Tensor | None,
     ) -> ScoredTiles:
         """Mask the edge tiles and find what the rule compares each tile with."""
         size, device = self.tile.key, scores.device
@@ -154,24 +164,54 @@ class _Sequence:
                 scores[..., edge.start * size - first : edge.stop * size - first].masked_fill_(
                     hidden, _LOWEST
                 )
+        if allowed is not None:
+            scores.unflatten(-1, (-1, size)).masked_fill_(~allowed[:, None, :, None], _LOWEST)
         tile_max = scores.unflatten(-1, (-1, size)).amax(-1)
         tile = torch.arange(tiles.start, tiles.stop, device=device)
         concerned = (begin[:, None] < (tile + 1) * size) & (end[:, None] > tile * size)
         concerned &= (begin < end)[:, None]
+        if allowed is not None:
+            concerned = concerned & allowed[:, None]  # (heads, rows, tiles)
         if self.splits is not None:
             compare = _maximum_in_splits(tile_max, self.splits)
             return ScoredTiles(tiles, scores, tile_max, concerned, compare, None, start, begin, end)
         if self.tile.query is None:
-            anchors = anchor_tiles(host_begin, host_end, size)
-            anchor = torch.tensor([j in anchors for j in tiles], device=device)
-            top = tile_max[..., anchor].amax(-1)
+            if allowed is None:
+                anchors = anchor_tiles(host_begin, host_end, size)
+                anchor = torch.tensor([j in anchors for j in tiles], device=device)
+                top = tile_max[..., anchor].amax(-1)
+            else:
+                anchor = anchors_under_mask(concerned)
+                top = tile_max.masked_fill(~anchor[:, None], _LOWEST).amax(-1)
             compare = torch.maximum(top, start)[..., None].expand_as(tile_max)
-            return ScoredTiles(tiles, scores, tile_max, concerned, compare, anchor, start, begin, end)
+            return ScoredTiles(
+                tiles, scores, tile_max, concerned, compare, anchor, start, begin, end, allowed
+            )
         visit = torch.tensor(visiting_order(tiles, self.order), device=device) - tiles.start
-        seen = torch.cat([start[..., None], tile_max[..., visit[:-1]]], dim=-1)
         compare = torch.empty_like(tile_max)
-        compare[..., visit] = seen.cummax(-1).values
-        return ScoredTiles(tiles, scores, tile_max, concerned, compare, None, start, begin, end)
+        if allowed is None:
+            seen = torch.cat([start[..., None], tile_max[..., visit[:-1]]], dim=-1)
+            compare[..., visit] = seen.cummax(-1).values
+        else:
+            visit = _visits_of_heads(visit, allowed, self.order)[:, None].expand_as(tile_max)
+            seen = torch.cat([start[..., None], tile_max.gather(-1, visit[..., :-1])], dim=-1)
+            compare.scatter_(-1, visit, seen.cummax(-1).values)
+        return ScoredTiles(tiles, scores, tile_max, concerned, compare, None, start, begin, end, allowed)
+
+
+def _visits_of_heads(visit: Tensor, allowed: Tensor, order: VisitingOrder) -> Tensor:
+    """Visiting order of each head under a block mask, (heads, tiles); tiles left out stand anywhere.
+
+    Args:
+        visit: (tiles,) the order without a mask.
+        allowed: (heads, tiles) the mask.
+        order: its name.
+    """
+    place = torch.empty_like(visit).scatter_(0, visit, torch.arange(len(visit), device=visit.device))
+    if order != "sink_first":
+        return visit.expand_as(allowed)
+    first = first_true(allowed, 0, len(visit))
+    return torch.where(first, -1, place).argsort(-1)
 
 
 def _maximum_in_splits(tile_max: Tensor, splits: int) -> Tensor:
@@ -212,19 +252,24 @@ def run(problem: AttentionProblem) -> AttentionOutput:
         sequence = _Sequence.of(problem, view, tile)
         place = (view.rows,) if problem.packed else (b, view.rows)
         log_threshold = None if logs is None else logs[b]
+        mask = (
+            None if problem.block_mask is None else problem.block_mask[b]
+        )  # (heads, query tiles, key tiles)
         step = tile.query or max(sequence.seqlen_q, 1)
         for first_row in range(0, sequence.seqlen_q, step):
             rows = slice(first_row, first_row + step)
-            scored = sequence.score(view.q[rows], first_row)
+            i = first_row // step
+            scored = sequence.score(view.q[rows], first_row, None if mask is None else mask[:, i])
             if scored is None:
                 continue
             kept = scored.kept(log_threshold)
             if problem.max_skipped_mass is not None and log_threshold is not None:
                 kept = within_budget(scored, kept, problem.max_skipped_mass, tile.key)
             if kept_map is not None:
-                kept_map[b, :, first_row // step, scored.tiles.start : scored.tiles.stop] = kept
-            visited[b] += len(scored.tiles)
-            skipped[b] += len(scored.tiles) - kept.sum(-1)
+                kept_map[b, :, i, scored.tiles.start : scored.tiles.stop] = kept
+            num_visited = len(scored.tiles) if scored.allowed is None else scored.allowed.sum(-1)
+            visited[b] += num_visited
+            skipped[b] += num_visited - kept.sum(-1)
             part, part_lse = _attend(scored, kept, sequence)
             out[place][rows] = _rows_first(part, problem, tile).to(out.dtype)
             lse[place][rows] = _rows_first(part_lse, problem, tile)

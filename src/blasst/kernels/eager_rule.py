@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blasst.core.sequences import visiting_order
+from blasst.core.sequences import visits
 
 _LOWEST = -math.inf
 
@@ -21,12 +21,14 @@ class ScoredTiles:
         tiles: visited key tiles.
         scores: float32 (heads that vote, rows, tiles * tile.key), invisible = -inf.
         tile_max: (heads, rows, tiles).
-        concerned: (rows, tiles) whether the row sees a key of the tile.
+        concerned: (rows, tiles) whether the row sees a key of the tile; with a block mask also whether the
+            head may attend it, (heads, rows, tiles).
         compare: (heads, rows, tiles) what the rule compares with: running maximum or anchor maximum.
-        anchor: (tiles,) bool, or None in prefill.
+        anchor: bool (tiles,), (heads, tiles) with a block mask, or None in prefill.
         start: (heads, rows) sink logit or -inf.
         begin: (rows,) first visible key.
         end: (rows,) one past the last visible key.
+        allowed: bool (heads, tiles), the block mask; None = every tile.
     """
 
     tiles: range
@@ -38,6 +40,7 @@ class ScoredTiles:
     start: Tensor
     begin: Tensor
     end: Tensor
+    allowed: Tensor | None = None
 
     def margin(self, rows_per_vote: int | None = None) -> Tensor:
         """(heads, votes, tiles): the tile is skipped at a threshold t iff its margin < ln(t).
@@ -53,15 +56,16 @@ class ScoredTiles:
         return gap if self.anchor is None else gap.masked_fill(self.anchor, math.inf)
 
     def kept(self, log_threshold: Tensor | None) -> Tensor:
-        """(heads, tiles): the rule, strict and safe for infinities; NaN keeps."""
+        """(heads, tiles): the rule, strict and safe for infinities; NaN keeps; only tiles of a block mask."""
         if log_threshold is None:
-            return torch.ones_like(self.tile_max[:, 0], dtype=torch.bool)
+            every = torch.ones_like(self.tile_max[:, 0], dtype=torch.bool)
+            return every if self.allowed is None else self.allowed.clone()
         agree = (self.tile_max < self.compare + log_threshold) | ~self.concerned
         kept = ~agree.all(1)
         return kept if self.anchor is None else kept | self.anchor
 
     def visible(self, tile_key: int) -> Tensor:
-        """(rows, tiles * tile_key) bool."""
+        """(rows, tiles * tile_key) bool, whatever the block mask says."""
         first = self.tiles.start * tile_key
         key = torch.arange(first, first + len(self.tiles) * tile_key, device=self.scores.device)
         return (key >= self.begin[:, None]) & (key < self.end[:, None])
@@ -73,8 +77,10 @@ def _group_view(value: Tensor, tile_key: int) -> Tensor:
 
 
 def _tile_bounds(scored: ScoredTiles, compare: Tensor, tile_key: int) -> tuple[Tensor, Tensor]:
-    """Each tile's mass bound relative to `compare` (heads, rows, tiles), its visible keys (rows, tiles)."""
+    """Mass bound of each tile (heads, rows, tiles) and its keys that count (..., rows, tiles)."""
     visible = scored.visible(tile_key)
+    if scored.allowed is not None:
+        visible = visible & scored.allowed.repeat_interleave(tile_key, dim=-1)[:, None]
     count = _group_view(visible, tile_key).sum((-3, -1))
     group_max = _group_view(scored.scores, tile_key).amax((-3, -1))
     term = count * (group_max - compare[..., None, None]).exp()
@@ -98,11 +104,12 @@ def within_budget(scored: ScoredTiles, kept: Tensor, eps: float, tile_key: int) 
         anchor_max = scored.compare[..., :1]
         safe = anchor_max.masked_fill(anchor_max == _LOWEST, 0.0)
         weight = (scored.scores - safe).exp().unflatten(-1, (-1, tile_key)).sum(-1)
-        row_sum = weight.masked_fill(~scored.anchor, 0.0).sum(-1, keepdim=True)
+        anchor = scored.anchor if scored.allowed is None else scored.anchor[:, None]
+        row_sum = weight.masked_fill(~anchor, 0.0).sum(-1, keepdim=True)
         row_sum = row_sum + torch.where(
             scored.start[..., None] == _LOWEST, 0.0, (scored.start[..., None] - safe).exp()
         )
-        rest = count.masked_fill(scored.anchor, 0).sum(-1, keepdim=True).clamp(min=1)
+        rest = count.masked_fill(anchor, 0).sum(-1, keepdim=True).clamp(min=1)
         afford = (bound <= eps * row_sum * count / rest) | ~scored.concerned
         return kept | ~afford.all(1)
     after = torch.maximum(scored.compare, scored.tile_max)
@@ -112,10 +119,13 @@ def within_budget(scored: ScoredTiles, kept: Tensor, eps: float, tile_key: int) 
     kept = kept.clone()
     row_sum = (scored.start > _LOWEST).float()
     skipped = torch.zeros_like(row_sum)
-    for j in visiting_order(range(len(scored.tiles)), "sink_first"):
-        afford = (skipped + bound[..., j] <= eps * row_sum) | ~scored.concerned[:, j]
-        kept[:, j] |= ~afford.all(1)
-        keep = kept[:, j, None]
-        skipped = torch.where(keep, skipped * rescale[..., j], skipped + bound[..., j])
+    for j, heads in visits(range(len(scored.tiles)), "sink_first", scored.allowed):
+        afford = (skipped + bound[..., j] <= eps * row_sum) | ~scored.concerned[..., j]
+        now = torch.ones_like(kept[:, j]) if heads is None else heads
+        kept[:, j] |= now & ~afford.all(1)
+        keep, drop = (kept[:, j] & now)[:, None], (~kept[:, j] & now)[:, None]
+        skipped = torch.where(
+            keep, skipped * rescale[..., j], skipped + torch.where(drop, bound[..., j], 0.0)
+        )
         row_sum = torch.where(keep, row_sum * rescale[..., j] + tile_sum[..., j], row_sum)
     return kept

@@ -34,6 +34,7 @@ _ARGUMENTS = {
     "max_seqlen_k": "SymInt",
     "k_descale": "Tensor?",
     "v_descale": "Tensor?",
+    "block_mask": "Tensor?",
     "want_counts": "bool",
     "want_mass_bound": "bool",
     "want_kept_tiles": "bool",

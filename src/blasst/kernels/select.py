@@ -25,7 +25,14 @@ class Kernel:
     run: Callable[[AttentionProblem], AttentionOutput]
 
 
+def _mask_reason(problem: AttentionProblem) -> str | None:
+    """GPU kernels visit every tile that the causal mask, window and lengths leave."""
+    return None if problem.block_mask is None else "it takes no block_mask"
+
+
 def _triton_reason(problem: AttentionProblem) -> str | None:
+    if reason := _mask_reason(problem):
+        return reason
     from blasst.kernels import triton
 
     return triton.unsupported_reason(problem)
@@ -42,6 +49,8 @@ def _run_triton(problem: AttentionProblem) -> AttentionOutput:
 
 
 def _hopper_reason(problem: AttentionProblem) -> str | None:
+    if reason := _mask_reason(problem):
+        return reason
     from blasst.kernels import hopper
 
     return hopper.unsupported_reason(problem)

@@ -1,4 +1,4 @@
-"""Engines run in processes of their own; the model is SmolLM2-135M from its wheel, in float32."""
+"""Engines run in processes of their own."""
 
 from __future__ import annotations
 
@@ -6,37 +6,13 @@ import itertools
 import json
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from vllm_parts import Result, environment
-
-from blasst.evals.models import LoadedModel, load_smollm2
-
-
-@pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return load_smollm2(dtype=torch.float32, cache_dir=tmp_path_factory.getbasetemp() / "model")
-
-
-@pytest.fixture(scope="session")
-def model_folder(smollm2: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return next((tmp_path_factory.getbasetemp() / "model").iterdir())
-
-
-@pytest.fixture(scope="session")
-def prose(smollm2: LoadedModel) -> list[int]:
-    """Token ids of English prose from the standard library."""
-    from pydoc_data.topics import topics
-
-    text = "\n".join(topics[name] for name in sorted(topics))[:200_000]
-    return list(smollm2.tokenizer(text, verbose=False).input_ids)
+from serving_parts import Result
+from vllm_parts import environment
 
 
 @pytest.fixture(scope="session")

@@ -5,51 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
-from transformers import DynamicCache
-from vllm_parts import PROFILE, Result
+from serving_parts import LENGTHS, NEW_TOKENS, PROFILE, Result, expected_tiles, prompts, transformers_sparsity
 
-import blasst
 from blasst.core.types import PHASES
 from blasst.evals.chat import item_tokens, token_counter
 from blasst.evals.models import LoadedModel
 from blasst.evals.tasks import TASKS
-from blasst.integrations.transformers import attention_stats
 
 Run = Callable[..., Result]
-
-#: Two of three prompts begin the same text, so that the prefix cache serves a part of them.
-LENGTHS = [
-    10,
-    14,
-    22,
-    35,
-    57,
-    64,
-    100,
-    129,
-    250,
-    400,
-    513,
-    700,
-    1000,
-    1300,
-    1700,
-    2049,
-    2600,
-    3300,
-    4500,
-    6000,
-]
-
-NEW_TOKENS = 16
-
-
-def prompts(prose: list[int]) -> list[list[int]]:
-    return [
-        prose[:length] if index % 3 else prose[700 * index + 50 : 700 * index + 50 + length]
-        for index, length in enumerate(LENGTHS)
-    ]
 
 
 def test_tokens_at_threshold_0_are_those_of_the_engine(run_engine: Run, prose: list[int]) -> None:
@@ -75,31 +38,11 @@ def test_counts_are_those_of_the_definition(run_engine: Run, prose: list[int], s
     result = run_engine(
         [[prose[:length]]], {"threshold": 0.5}, new, ignore_eos=True, max_num_batched_tokens=2048
     )
-    config = smollm2.model.config
-    tiles = sum(-(-min(first + 64, length) // 128) for first in range(0, length, 64))
-    steps = sum(-(-(length + step) // 64) for step in range(1, new))
+    wanted = expected_tiles(smollm2.model.config, length, new)
     assert result.totals is not None
-    assert result.totals["prefill"][1] == config.num_hidden_layers * config.num_attention_heads * tiles
-    assert result.totals["decode"][1] == config.num_hidden_layers * config.num_key_value_heads * steps
+    for phase in PHASES:
+        assert result.totals[phase][1] == wanted[phase]
     assert result.totals["prefill"][0] > 0 and result.totals["decode"][0] > 0
-
-
-def transformers_sparsity(loaded: LoadedModel, prompt: list[int], chunk: int) -> dict[str, float]:
-    """Of the transformers integration, per phase, for a prompt that is fed in chunks and then continued."""
-    model, ids, cache = loaded.model, torch.tensor([prompt]), DynamicCache()
-    with blasst.sparse_attention(model, profile=PROFILE, target_sparsity=0.5, collect_counts=True):
-        for begin in range(0, len(prompt), chunk):
-            piece = ids[:, begin : begin + chunk]
-            out = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        for _ in range(NEW_TOKENS - 1):
-            token = out.logits[:, -1].argmax(-1, keepdim=True)
-            out = model(token, past_key_values=cache, use_cache=True)
-        records = attention_stats(model)
-    return {
-        phase: sum(int(r.skipped.sum()) for r in records if r.phase == phase)
-        / sum(int(r.visited.sum()) for r in records if r.phase == phase)
-        for phase in PHASES
-    }
 
 
 # A chunk's threshold follows the keys at its own step, so chunks skip more than the whole prompt at once.

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vllm_parts import PROFILE, SERVER, environment
+from serving_parts import PROFILE
+from vllm_parts import SERVER, environment
 
 #: Makes the engine's configuration once for each case and prints what it raised.
 CONFIGURATIONS = """
