@@ -394,3 +394,20 @@ def test_every_call_asks_for_a_listed_build():
         assert tuple(sorted(prefill.macros(call).items())) in known
     assert math.prod((3, 2, 4, 2, 2)) == len(known)
     assert prefill.macros(calls[0]) == prefill.macros(replace(calls[0], causal=False, want_counts=True))
+
+
+@pytest.mark.parametrize(("served", "refused"), [(12080, True), (13000, False), (14000, False)])
+def test_a_driver_older_than_the_compiler_is_a_reason(served, refused, monkeypatch):
+    from cuda.bindings import driver
+
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (0, served))
+    monkeypatch.setattr(compiler, "compiler_major", lambda: 13)
+    hopper.driver_reason.cache_clear()
+    try:
+        reason = hopper.driver_reason()
+    finally:
+        hopper.driver_reason.cache_clear()
+    assert (reason is not None) == refused
+    if refused:
+        assert "serves CUDA 12" in reason
+        assert "for CUDA 13" in reason

@@ -38,8 +38,10 @@ def unsupported_reason(problem: AttentionProblem) -> str | None:
         return f"{torch.cuda.get_device_name(q.device)} is not a Hopper GPU (compute capability 9.0)"
     if problem.phase == "decode":
         decode = import_module("blasst.kernels.hopper.decode")
-        return decode.unsupported_reason(problem) or _shape_reason(problem) or compiler_reason()
-    return _shape_reason(problem) or compiler_reason()
+        reason = decode.unsupported_reason(problem) or _shape_reason(problem)
+    else:
+        reason = _shape_reason(problem)
+    return reason or compiler_reason() or driver_reason()
 
 
 @cache
@@ -57,6 +59,21 @@ def compiler_reason() -> str | None:
     except (ImportError, RuntimeError, OSError) as error:
         return f"NVRTC, which compiles the kernel, does not load: {error} ({remedy})"
     return None
+
+
+@cache
+def driver_reason() -> str | None:
+    """Why the driver does not load what the compiler makes, or None when it does; looked at once."""
+    from cuda.bindings import driver
+
+    compile_ = import_module("blasst.kernels.hopper.compile")
+    served, made = int(compile_.checked(driver.cuDriverGetVersion())) // 1000, compile_.compiler_major()
+    if served >= made:
+        return None
+    return (
+        f"the driver serves CUDA {served}, and NVRTC compiles for CUDA {made} (a newer driver, or an NVRTC of "
+        f"CUDA {served})"
+    )
 
 
 def _shape_reason(problem: AttentionProblem) -> str | None:

@@ -46,12 +46,22 @@ def cache_folder() -> Path | None:
 
 def compiler_version() -> str:
     """Version of NVRTC."""
+    major, minor = _compiler_version()
+    return f"{major}.{minor} (cuda-bindings {importlib.metadata.version('cuda-bindings')})"
+
+
+def compiler_major() -> int:
+    """CUDA that NVRTC belongs to."""
+    return _compiler_version()[0]
+
+
+def _compiler_version() -> tuple[int, int]:
     from cuda.bindings import nvrtc
 
     status, major, minor = nvrtc.nvrtcVersion()
     if int(status) != 0:
         raise RuntimeError(f"NVRTC does not answer: {status}")
-    return f"{major}.{minor} (cuda-bindings {importlib.metadata.version('cuda-bindings')})"
+    return major, minor
 
 
 def compile_source(file: str, macros: Mapping[str, int], *, verbose: bool = False) -> tuple[bytes, str]:
