@@ -220,6 +220,7 @@ def hopper_gpu(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+    monkeypatch.setattr(hopper, "driver_reason", lambda: None)
 
 
 @pytest.mark.usefixtures("hopper_gpu")

@@ -71,8 +71,8 @@ def driver_reason() -> str | None:
     if served >= made:
         return None
     return (
-        f"the driver serves CUDA {served}, and NVRTC compiles for CUDA {made} (a newer driver, or an NVRTC of "
-        f"CUDA {served})"
+        f"the driver serves CUDA {served}, and NVRTC compiles for CUDA {made} "
+        f"(wants a newer driver, or an NVRTC of CUDA {served})"
     )
 
 
