@@ -49,7 +49,8 @@ def test_eager_equals_the_reference(call, threshold):
         dtype=inputs.q.dtype,
         **options,
     )
-    assert_matches_reference(got, truth, yardstick, threshold, NEAR)
+    # One row of a few values may come out small, and its yardstick exact, by chance.
+    assert_matches_reference(got, truth, yardstick, threshold, NEAR, float(inputs.v.abs().max()))
 
 
 @pytest.mark.parametrize("decode", [False, True])

@@ -33,6 +33,7 @@ def totals_of_metrics() -> dict[str, list[int]] | None:
 
 def main() -> None:
     import sglang
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     job = json.loads(Path(sys.argv[1]).read_text())
     llm = sglang.Engine(
@@ -46,6 +47,7 @@ def main() -> None:
         log_level="info",
         **job["engine"],
     )
+    print("plugin loaded:", "blasst" in ATTENTION_BACKENDS)
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": job["max_tokens"]}
     sampling["ignore_eos"] = job["ignore_eos"]
     rounds = []

@@ -94,5 +94,5 @@ def test_without_options_the_plugin_is_silent_and_changes_nothing(run_engine: Ru
     without = run_engine(rounds, NO_PLUGIN, attention_backend="torch_native")
     assert with_plugin.rounds[0]["tokens"] == without.rounds[0]["tokens"]
     assert with_plugin.totals is None
-    assert "Executed general plugin: blasst" in with_plugin.log
+    assert "plugin loaded: True" in with_plugin.log and "plugin loaded: False" in without.log
     assert "blasst is on" not in with_plugin.log and "blasst: " not in with_plugin.log
