@@ -112,39 +112,14 @@ class BlasstAttnBackend(AttentionBackend):
     def forward_extend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **extra: Any,
-    ) -> Tensor:
-        """Attention of one layer; see AttentionBackend.forward_extend."""
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, extra)
-
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **extra: Any,
-    ) -> Tensor:
-        """Attention of one layer; see AttentionBackend.forward_decode."""
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, extra)
-
-    def _attend(
-        self,
-        q: Tensor,
         k: Tensor | None,
         v: Tensor | None,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-        extra: dict[str, Any],
+        save_kv_cache: bool = True,
+        **extra: Any,
     ) -> Tensor:
+        """Attention of one layer, by the phase of each sequence; see AttentionBackend.forward_extend."""
         sinks = extra.pop("sinks", None)
         unknown = sorted(name for name, value in extra.items() if value not in (None, False))
         if unknown:
@@ -162,6 +137,8 @@ class BlasstAttnBackend(AttentionBackend):
         for phase, tiles in self.step.attend(rows, k_pages, v_pages, out, options):
             self.meter.add(phase, tiles)
         return out.flatten(1)
+
+    forward_decode = forward_extend
 
     def support_triton(self) -> bool:
         """Whether SGLang may prepare a step with Triton; not on a CPU."""

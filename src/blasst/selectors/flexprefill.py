@@ -51,8 +51,6 @@ class FlexPrefill:
             softmax_scale: default head_dim ** -0.5.
         """
         scale = check_inputs(q, k, softmax_scale, self.dial)
-        if self.rows < 1:
-            raise ValueError(f"rows: got {self.rows}, want at least 1")
         grid = PromptTiles.of(q, k, causal)
         lines = line_weights(q, k, self.rows, grid, scale)
         trusted = self.means_distance(q, k, lines, scale) < self.tau  # (batch, num_heads)

@@ -55,7 +55,12 @@ def line_weights(q: Tensor, k: Tensor, rows: int, grid: PromptTiles, scale: floa
         rows: how many last rows speak for all.
         grid: the prompt's tiles.
         scale: softmax scale.
+
+    Raises:
+        ValueError: rows is not positive.
     """
+    if rows < 1:
+        raise ValueError(f"rows: got {rows}, want at least 1")
     rows = min(rows, grid.seqlen_q)
     last = q[:, -rows:].float().transpose(1, 2)
     scores = last @ repeat_heads(k, q.shape[2]).transpose(-1, -2) * scale

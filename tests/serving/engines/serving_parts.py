@@ -8,6 +8,8 @@ import json
 import math
 import re
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -166,3 +168,21 @@ def tiles(port: int) -> dict[tuple[str, str], int]:
     text = get(port, "/metrics")[1]
     found = re.findall(r'^blasst_tiles_(\w+)_total\{phase="(\w+)"\} (\S+)$', text, re.MULTILINE)
     return {(name, phase): int(float(value)) for name, phase, value in found}
+
+
+def cases_of(
+    program: str, cases: dict[str, Any], model: Path, folder: Path, environment: dict[str, str]
+) -> dict[str, str]:
+    """What a program, run in a process of its own, says of each case in its lines CASE [name, text]."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder / "cases.json"), str(model)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = [line.removeprefix("CASE ") for line in done.stdout.splitlines() if line.startswith("CASE ")]
+    return dict(json.loads(line) for line in lines)

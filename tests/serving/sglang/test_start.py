@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_parts import PROFILE
+from serving_parts import PROFILE, cases_of
 from sglang_parts import SERVER, environment
 
 #: Resolves an engine's arguments once for each case and prints what it raised, or the backend it got.
@@ -79,21 +79,6 @@ print("RUNS ON")
 ON = {"BLASST_THRESHOLD": "0.01"}
 
 
-def cases_of(program: str, cases: dict[str, Any], model: Path, folder: Path) -> dict[str, str]:
-    (folder / "cases.json").write_text(json.dumps(cases))
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder / "cases.json"), str(model)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    lines = [line.removeprefix("CASE ") for line in done.stdout.splitlines() if line.startswith("CASE ")]
-    return dict(json.loads(line) for line in lines)
-
-
 def altered(model: Path, folder: Path, **changes: Any) -> str:
     """A copy of a model's folder without weights and with another configuration."""
     folder.mkdir()
@@ -148,6 +133,7 @@ def test_wrong_options_end_the_start(model_folder: Path, tmp_path: Path) -> None
         {name: {"variables": v, "engine": e} for name, (v, e, _) in cases.items()},
         model_folder,
         tmp_path,
+        environment(),
     )
     assert {name for name, (_, _, text) in cases.items() if text not in said[name]} == set(), said
 
@@ -182,6 +168,7 @@ def test_engines_that_cannot_be_served_do_not_start(model_folder: Path, tmp_path
         {name: {"variables": ON, "engine": engine} for name, (engine, _) in cases.items()},
         model_folder,
         tmp_path,
+        environment(),
     )
     assert {name for name, (_, text) in cases.items() if text not in said[name]} == set(), said
 
@@ -201,7 +188,7 @@ def test_layers_that_cannot_be_served_end_the_start(model_folder: Path, tmp_path
         "cache of pages": {"cache": [3, 4, 2, 64]},
         "cache with heads first": {"cache": [2, 10, 64]},
     }
-    said = cases_of(LAYERS, cases, model_folder, tmp_path)
+    said = cases_of(LAYERS, cases, model_folder, tmp_path, environment())
     assert {name: text for name, text in said.items() if text.startswith("made")} == {
         "plain": "made (0.1, (-1, -1), 0.0, None, 'eager')",
         "window": "made (0.1, (100, 0), 30.0, None, 'eager')",

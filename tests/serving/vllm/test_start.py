@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
-from serving_parts import PROFILE
+from serving_parts import PROFILE, cases_of
 from vllm_parts import SERVER, environment
 
 #: Makes the engine's configuration once for each case and prints what it raised.
@@ -88,21 +87,6 @@ print("CASE", json.dumps(["refused", str(backend.validate_configuration(
 """
 
 
-def cases_of(program: str, cases: dict[str, object], model: Path, folder: Path) -> dict[str, str]:
-    (folder / "cases.json").write_text(json.dumps(cases))
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder / "cases.json"), str(model)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    lines = [line.removeprefix("CASE ") for line in done.stdout.splitlines() if line.startswith("CASE ")]
-    return dict(json.loads(line) for line in lines)
-
-
 def test_wrong_options_end_the_start(model_folder: Path, tmp_path: Path) -> None:
     other = json.loads(PROFILE.read_text())
     other["model"]["fingerprint"] = "0" * 32
@@ -136,7 +120,7 @@ def test_wrong_options_end_the_start(model_folder: Path, tmp_path: Path) -> None
     cases: dict[str, object] = {n: {"variables": v, "engine": {}} for n, (v, _) in variables.items()}
     cases |= {n: {"variables": v, "engine": e} for n, (v, e, _) in engines.items()}
     cases |= {"none": {"variables": {}, "engine": {}}}
-    said = cases_of(CONFIGURATIONS, cases, model_folder, tmp_path)
+    said = cases_of(CONFIGURATIONS, cases, model_folder, tmp_path, environment())
     assert said["none"] == "started"
     wanted = {name: text for name, (_, text) in variables.items()}
     wanted |= {name: text for name, (_, _, text) in engines.items()}
@@ -155,7 +139,7 @@ def test_layers_that_cannot_be_served_end_the_start(model_folder: Path, tmp_path
         "cache of an older vLLM": {"cache": [2, 3, 128, 2, 64]},
         "cache with heads inside": {"cache": [3, 128, 2, 128]},
     }
-    said = cases_of(LAYERS, cases, model_folder, tmp_path)
+    said = cases_of(LAYERS, cases, model_folder, tmp_path, environment())
     assert [name for name, text in said.items() if text == "made"] == ["plain", "window", "cache"], said
     assert all("UnsupportedError" in text for text in said.values() if text != "made")
     assert "ALiBi" in said["alibi"] and "wants (blocks, 2, 128, 128)" in said["cache of an older vLLM"]
@@ -176,7 +160,7 @@ def test_the_server_does_not_start_with_a_wrong_variable(model_folder: Path) -> 
 
 def test_elsewhere_options_select_the_backend_custom(model_folder: Path, tmp_path: Path) -> None:
     cases: dict[str, object] = {"none": None, "custom": "CUSTOM", "other": "FLASH_ATTN"}
-    said = cases_of(ELSEWHERE, cases, model_folder, tmp_path)
+    said = cases_of(ELSEWHERE, cases, model_folder, tmp_path, environment())
     assert said["none"] == said["custom"] == "CUSTOM"
     assert "wants CUSTOM or none" in said["other"]
     assert said["valid"] == "[]"
