@@ -30,6 +30,7 @@ class _Options:
     softcap: float
     sinks: Tensor | None
     max_skipped_mass: float | None
+    dense_tail: int
     block_mask: Tensor | None
     return_lse: bool
     return_counts: bool
@@ -51,6 +52,7 @@ def blasst_attn_func(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     max_skipped_mass: float | None = None,
+    dense_tail: int = 0,
     block_mask: Tensor | None = None,
     return_lse: bool = False,
     return_counts: bool = False,
@@ -80,6 +82,8 @@ def blasst_attn_func(
         sinks: (num_heads,) natural-log logits that join each row's softmax denominator.
         max_skipped_mass: error budget eps in (0, 1): the skipped softmax weight of every row stays
             <= eps / (1 + eps). Costs sparsity. None = no budget.
+        dense_tail: query tiles that hold one of the last so many rows of a sequence skip nothing: cheap, and
+            the end of a prompt is what the first new token is read from. Default 0.
         block_mask: bool (batch, num_heads, query tiles, key tiles) in tiles of 64 x 128, on the device of q:
             a tile that is False is not attended and not counted, and skipping happens among the others. Each
             row that sees keys must keep a tile; checked on a CPU, on a GPU such a row has out 0 and lse -inf
@@ -111,6 +115,7 @@ def blasst_attn_func(
         softcap,
         sinks,
         max_skipped_mass,
+        dense_tail,
         block_mask,
         return_lse,
         return_counts,
@@ -143,6 +148,7 @@ def blasst_attn_varlen_func(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     max_skipped_mass: float | None = None,
+    dense_tail: int = 0,
     block_mask: Tensor | None = None,
     return_lse: bool = False,
     return_counts: bool = False,
@@ -172,6 +178,7 @@ def blasst_attn_varlen_func(
         softcap: 0 = none.
         sinks: (num_heads,).
         max_skipped_mass: error budget in (0, 1).
+        dense_tail: as in `blasst_attn_func`; of each sequence.
         block_mask: as in `blasst_attn_func`, sized by max_seqlen_q and max_seqlen_k; tiles beyond a sequence
             are not looked at.
         return_lse: fill AttentionOutput.lse, (num_heads, total_q).
@@ -200,6 +207,7 @@ def blasst_attn_varlen_func(
         softcap,
         sinks,
         max_skipped_mass,
+        dense_tail,
         block_mask,
         return_lse,
         return_counts,
@@ -362,6 +370,7 @@ def blasst_attn_with_kvcache(
         softcap,
         sinks,
         max_skipped_mass,
+        0,
         block_mask,
         return_lse,
         return_counts,
@@ -492,6 +501,7 @@ def _problem(
         max_seqlen_k=max_seqlens[1],
         k_descale=k_descale,
         v_descale=v_descale,
+        dense_tail=checks.check_dense_tail(options.dense_tail),
         want_counts=options.return_counts,
         want_mass_bound=options.return_mass_bound,
         want_kept_tiles=options.return_kept_tiles,

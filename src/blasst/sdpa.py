@@ -26,6 +26,7 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     max_skipped_mass: float | None = None,
+    dense_tail: int = 0,
     return_lse: bool = False,
     return_counts: bool = False,
     return_mass_bound: bool = False,
@@ -49,6 +50,7 @@ def attention(
         softcap: 0 = none.
         sinks: (num_heads,).
         max_skipped_mass: error budget in (0, 1).
+        dense_tail: as in `blasst_attn_func`.
         return_lse: fill AttentionOutput.lse.
         return_counts: fill AttentionOutput.counts.
         return_mass_bound: fill AttentionOutput.mass_bound.
@@ -97,6 +99,7 @@ def attention(
         softcap=softcap,
         sinks=sinks,
         max_skipped_mass=max_skipped_mass,
+        dense_tail=dense_tail,
         return_lse=return_lse,
         return_counts=return_counts,
         return_mass_bound=return_mass_bound,

@@ -98,7 +98,8 @@ def attention_calls(dtypes: Sequence[torch.dtype]) -> SearchStrategy[tuple[Phase
         dtypes: of the inputs.
 
     Returns:
-        Strategy of (phase, inputs, options causal, window_size, softcap, max_skipped_mass and perhaps sinks).
+        Strategy of (phase, inputs, options causal, window_size, softcap, max_skipped_mass and perhaps sinks;
+        dense_tail in prefill).
     """
     from hypothesis import strategies as st
 
@@ -125,6 +126,8 @@ def attention_calls(dtypes: Sequence[torch.dtype]) -> SearchStrategy[tuple[Phase
             "softcap": draw(st.sampled_from([0.0, 0.0, 10.0])),
             "max_skipped_mass": draw(st.sampled_from([None, None, 0.1])),
         }
+        if phase == "prefill":
+            options["dense_tail"] = draw(st.sampled_from([0, 0, 1, 70]))
         if draw(st.booleans()):
             options["sinks"] = torch.linspace(-2, 6, kv_heads * group)
         return phase, inputs, options

@@ -85,13 +85,14 @@ def test_a_margin_exactly_at_a_threshold_is_not_skipped_there():
 
 
 def test_prefill_counts_are_those_of_the_sparse_kernel(model):
-    ids = prompt(700)
+    ids = prompt(1400)
     table = collect(model, None, [ids], phases=["prefill"], thresholds=LADDER)
     (record,) = table.records
-    assert record.kv_len == 700 and record.skipped.shape == (30, 2, 4) and table.num_prompts == 1
+    assert record.kv_len == 1400 and record.skipped.shape == (30, 2, 4) and table.num_prompts == 1
     assert table.layers == ("model.layers.0.self_attn", "model.layers.1.self_attn")
     for j in (20, 25, 29):
-        with torch.no_grad(), sparse_attention(model, threshold=float(LADDER[j]), collect_counts=True):
+        settings = {"threshold": float(LADDER[j]), "collect_counts": True, "dense_tail": 128}
+        with torch.no_grad(), sparse_attention(model, **settings):
             model(torch.tensor([ids.token_ids]))
             first = attention_stats(model)[0]  # later layers see other inputs once tiles are skipped
         assert first.skipped.tolist() == record.skipped[j, 0].tolist() and int(first.skipped.sum()) > 0
@@ -277,13 +278,13 @@ def test_bad_arguments_of_collect_are_refused(model, settings, message):
 
 
 def test_points_are_sums_that_the_fit_takes(model):
-    prompts = [prompt(n, seed) for n in (400, 800) for seed in range(2)]
+    prompts = [prompt(n, seed) for n in (800, 1600) for seed in range(2)]
     table = collect(model, None, prompts, thresholds=DEFAULT_THRESHOLDS, decode_tokens=4)
     points = table.points("prefill")
-    assert [p.seqlen for p in points] == [400, 400, 800, 800] and points[0].kind == "random"
-    assert points[0].visited == 2 * 4 * (1 + 1 + 2 + 2 + 3 + 3 + 4)
+    assert [p.seqlen for p in points] == [800, 800, 1600, 1600] and points[0].kind == "random"
+    assert points[0].visited == 2 * 4 * (2 * (1 + 2 + 3 + 4 + 5 + 6) + 7)
     fit = fit_phase(points, phase="prefill")
-    assert fit.observed.seqlen == (400, 800)
+    assert fit.observed.seqlen == (800, 1600) and fit.dense_tail == 0
     heads = table.head_sparsity("prefill", 1.0)
     assert heads.shape == (2, 4) and 0 < heads.mean() < 1
 

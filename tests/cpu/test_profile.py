@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from blasst.core.profile import (
 )
 from blasst.core.sparsity_model import MAX_MODEL_LENGTH, ExponentialModel, LengthExponentModel, logit
 from blasst.core.types import DECODE_TILE, PREFILL_TILE, Phase, TileShape
+from blasst.integrations.threshold_rules import resolve_rules
 
 TARGETS = (0.0, 1e-9, 0.05, 0.3, 0.5, 0.7, 0.9, 0.99, 1.0)
 LENGTHS = (1, 2, 127, 2048, 131072, 10**6, MAX_MODEL_LENGTH)
@@ -438,3 +440,14 @@ def test_fingerprint_tells_shapes_apart_and_ignores_the_rest() -> None:
     assert model_fingerprint(config) != model_fingerprint({**config, "num_hidden_layers": 32})
     with pytest.raises(ValueError, match="num_attention_heads"):
         model_fingerprint({"hidden_size": 64})
+
+
+def test_the_dense_tail_is_kept_served_and_only_of_prefill():
+    counted = replace(_fit(), dense_tail=128)
+    read = Profile.from_json(json.loads(json.dumps(_profile(counted).to_json())))
+    assert read.phases["prefill"] == counted and read.phases["prefill"].rule.dense_tail == 128
+    assert "dense_tail" not in _profile(_fit()).to_json()["phases"]["prefill"]
+    assert resolve_rules(read, {"prefill": 0.5}, None, None)["prefill"].dense_tail == 128
+    assert resolve_rules(None, None, 0.1, None)["prefill"].dense_tail == 0
+    with pytest.raises(ProfileError, match=r"phases\.decode\.dense_tail: found 128, wanted 0"):
+        replace(_fit("decode"), dense_tail=128)

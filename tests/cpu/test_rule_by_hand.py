@@ -188,3 +188,18 @@ def test_a_nan_row_has_no_vote_on_a_tile_that_it_does_not_see(impl):
     q[0, 0] = math.nan  # of 160 keys row 0 sees 97, all in the first tile
     got = call((q, k, v), "prefill", 0.05, impl, causal=True)
     assert kept_of(got) == [True, False]
+
+
+def test_query_tiles_of_the_dense_tail_skip_nothing(impl):
+    levels = [0.0, -20.0, -20.0, 0.0]
+    q, k, v = inputs_of(levels, "prefill")
+    q = q[:, :1].expand(-1, 150, -1, -1).contiguous()  # query tiles of 64, 64 and 22 rows
+    skipping = call((q, k, v), "prefill", 0.05, impl).kept_tiles[0, 0]
+    assert skipping.tolist() == [[True, False, False, True]] * 3
+    dense = {0: 0, 1: 1, 22: 1, 23: 2, 86: 2, 87: 3, 10**12: 3}  # rows of the tail: query tiles that keep all
+    for rows, tiles in dense.items():
+        got = call((q, k, v), "prefill", 0.05, impl, dense_tail=rows, max_skipped_mass=0.5)
+        expected = skipping.clone()
+        expected[3 - tiles :] = True
+        assert torch.equal(got.kept_tiles[0, 0], expected)
+        assert (int(got.counts.visited.sum()), skips(got)) == (12, 2 * (3 - tiles))

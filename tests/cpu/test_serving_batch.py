@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -91,6 +93,22 @@ def test_each_sequence_is_served_as_if_alone(
         assert sum(int(c.visited.sum()) for c in mine) == wanted[phase][1]
     if layer.window_size == (-1, -1):
         assert all(skipped > 0 for skipped, visited in wanted.values() if visited)
+
+
+def test_a_dense_tail_is_that_of_each_sequence() -> None:
+    batch = Batch([(200, 800), (100, 900), (1, 700)])
+    (prefill, decode) = batch.step(ServingOptions(threshold=1.0)).groups
+    assert (prefill.dense_tail, decode.dense_tail) == (0, 0)
+    step = PagedStep((replace(prefill, dense_tail=65), decode), 900)
+    layer = LayerOptions(DIM**-0.5)
+    out = torch.zeros(batch.q.shape[0], HEADS, DIM)
+    ((_, counts), _) = step.attend(batch.q, batch.k_pages, batch.v_pages, out, layer)
+    for i, (new, _) in enumerate([(200, 800), (100, 900)]):
+        q = batch.q[batch.starts[i] : batch.starts[i + 1]][None]
+        k, v = batch.k[i][None], batch.v[i][None]
+        alone = blasst_attn_func(q, k, v, threshold=1.0, causal=True, dense_tail=65, return_counts=True)
+        assert alone.counts is not None and torch.equal(counts.skipped[i], alone.counts.skipped[0])
+        assert (int(alone.counts.skipped.sum()) > 0) == (new == 200)  # of 100 rows both tiles are in the tail
 
 
 def test_a_phase_without_a_threshold_skips_nothing() -> None:

@@ -321,6 +321,24 @@ def test_counting_and_measuring_change_no_bit():
         assert sum(int(r.skipped.sum()) for r in attention_stats(model)) > 0
 
 
+@pytest.mark.parametrize("side", ["left", "right", None])
+def test_the_last_rows_of_every_prompt_stay_dense(side):
+    model = make_llama(peaky=True)
+    ids = tokens(2, 700)
+    mask = torch.ones_like(ids)
+    if side is not None:
+        mask[1, slice(0, 230) if side == "left" else slice(470, 700)] = 0
+
+    def skipped(rows):
+        with sparse_attention(model, threshold=1.0, collect_counts=True, dense_tail=rows) as enabled:
+            model(ids, attention_mask=mask)
+            assert enabled.dense_tail == rows and (f"last {rows} rows" in str(enabled)) == (rows > 0)
+            return sum(int(r.skipped.sum()) for r in attention_stats(model))
+
+    everything, most, some, nothing = (skipped(rows) for rows in (0, 64, 200, 700))
+    assert everything > most > some > 0 == nothing
+
+
 def test_decode_skips_with_counts_per_kv_head():
     model = make_llama(peaky=True)
     cache = DynamicCache(config=model.config)
@@ -404,6 +422,7 @@ def test_an_ignored_layer_runs_on_its_own_attention(model):
         ({"threshold": {"prefil": 0.1}}, "unknown phase"),
         ({"threshold_scale_factor": float("inf")}, "finite"),
         ({"threshold": 0.1, "max_skipped_mass": 1.0}, r"in \(0, 1\)"),
+        ({"threshold": 0.1, "dense_tail": -1}, "dense_tail: got -1"),
         ({"threshold": 0.1, "impl": "cuda9000"}, "impl: got 'cuda9000'"),
         ({"threshold": 0.1, "impl": None}, "impl: got None"),
         ({"threshold": 0.1, "ignore": "model.layers.0.*"}, "sequence of patterns"),
@@ -422,6 +441,7 @@ def test_bad_arguments_are_refused_and_leave_the_model_alone(model, arguments, m
     [
         {"max_skipped_mass": "x"},
         {"max_skipped_mass": True},
+        {"dense_tail": 1.5},
         {"ignore": [5]},
         {"collect_counts": "no"},
         {"measure_skipped_mass": 1},

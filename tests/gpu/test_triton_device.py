@@ -115,6 +115,11 @@ def test_all_options_at_once(shape, phase):
     options = {"window_size": (1100, 0), "softcap": 20.0, "sinks": sinks, "max_skipped_mass": 0.05}
     got = compare(inputs, phase, 1.0, NEAR, **options)
     assert int(got.counts.skipped.sum()) > 0
+    if phase == "prefill":
+        tail = compare(inputs, phase, 1.0, NEAR, dense_tail=70)
+        assert (
+            0 < int(tail.counts.skipped.sum()) < int(compare(inputs, phase, 1.0, NEAR).counts.skipped.sum())
+        )
     both_sides = {"window_size": (300, 40), "softcap": 20.0, "sinks": sinks, "max_skipped_mass": 0.05}
     compare(inputs, phase, 0.05, NEAR, causal=False, **both_sides)
 

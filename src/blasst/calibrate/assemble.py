@@ -133,6 +133,7 @@ def build_profile(
             tile=rules[phase].tile,
             order=rules[phase].order,
             splits=rules[phase].splits,
+            dense_tail=rules[phase].dense_tail,
             min_samples=min_samples,
             target_sparsity=targets.get(phase),
         )

@@ -7,6 +7,7 @@ ln t), so one pass counts for every candidate threshold at once. Decode counts c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from blasst.calibrate.histograms import Histograms
 from blasst.calibrate.prompts import Prompt, prompts_hash
 from blasst.core.errors import CalibrationError
 from blasst.core.phase_fit import SERVING_RULES, CountingRule
-from blasst.core.types import PHASES, Phase
+from blasst.core.types import PHASES, Phase, in_dense_tail
 from blasst.integrations.sessions import in_place_of
 from blasst.integrations.transformers_attention import AttentionCall, Layer, Session, session_of
 from blasst.kernels.eager import decode_margins, prefill_margins
@@ -128,7 +129,11 @@ class _CountingHandler:
         if rule.tile.query is None:
             return decode_margins(q, k, splits=None if rule.order == "anchors" else rule.splits, **options)[1]
         options["order"] = rule.order
-        parts = [margin for _, _, margin in prefill_margins(q, k, **options)]
+        rows, tail = rule.tile.query, rule.dense_tail
+        parts = [
+            torch.full_like(margin, math.inf) if in_dense_tail(i * rows, q.shape[0], rows, tail) else margin
+            for i, _, margin in prefill_margins(q, k, **options)
+        ]
         return torch.cat(parts, dim=1)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from blasst.kernels.eager import prefill_margins
 #: A kind of content, and what runs the model on it: one denoising step, or a whole pipeline.
 Run = tuple[str, Callable[[], Any]]
 
-_RULE = SERVING_RULES["prefill"]
+_RULE = replace(SERVING_RULES["prefill"], dense_tail=0)  # no row of an image is the last one
 
 
 def _margins(call: DiffusersCall, index: int) -> Tensor:

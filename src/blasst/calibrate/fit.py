@@ -55,6 +55,7 @@ def fit_phase(
     tile: TileShape | None = None,
     order: CountingOrder | None = None,
     splits: int = 1,
+    dense_tail: int = 0,
     min_samples: int = 2,
     target_sparsity: float | None = None,
 ) -> PhaseFit:
@@ -66,6 +67,7 @@ def fit_phase(
         tile: tile shape that was counted in; default the one this library serves.
         order: visiting order that was counted in; default the one this library serves.
         splits: parts of the key axis that were counted in, as for `CountingRule`.
+        dense_tail: last rows that were counted as dense, as for `CountingRule`.
         min_samples: fewest prompts to accept.
         target_sparsity: a target that must be reachable at the longest length; None = not checked.
 
@@ -115,6 +117,7 @@ def fit_phase(
         points=tuple(_as_record(pool(group)) for group in groups),
         residuals=tuple(residuals),
         splits=splits,
+        dense_tail=dense_tail,
     )
     return _with_spread(fit, groups)
 

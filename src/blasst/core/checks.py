@@ -139,6 +139,15 @@ def check_max_skipped_mass(value: object, has_threshold: bool) -> float | None:
     return number
 
 
+def check_dense_tail(value: object) -> int:
+    """A number of query rows; kernels add it to 32-bit row numbers."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"dense_tail: got {value!r}, want an integer >= 0")
+    if value < 0:
+        raise ValueError(f"dense_tail: got {value}, want an integer >= 0")
+    return min(value, 2**30)
+
+
 def check_qkv(
     q: Tensor,
     k: Tensor,

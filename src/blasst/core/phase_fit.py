@@ -34,16 +34,20 @@ class CountingRule:
         order: visiting order, or "anchors".
         splits: decode in ascending order: parts of the key axis, each with a running maximum of its own; part
             i has every splits-th tile from the i-th on.
+        dense_tail: prefill: query tiles with one of the last so many rows of a call skip nothing.
     """
 
     tile: TileShape
     order: CountingOrder
     splits: int = 1
+    dense_tail: int = 0
 
 
-#: `SERVING_TILES` and `SERVING_ORDERS` together.
+#: How `blasst.calibrate.collect` counts unless told otherwise, and profiles are served. The last rows of a
+#: prompt stay dense: the answer is read from them, and they are few (docs/method.md).
 SERVING_RULES: Mapping[Phase, CountingRule] = {
-    phase: CountingRule(tile, SERVING_ORDERS[phase]) for phase, tile in SERVING_TILES.items()
+    "prefill": CountingRule(PREFILL_TILE, SERVING_ORDERS["prefill"], dense_tail=128),
+    "decode": CountingRule(DECODE_TILE, SERVING_ORDERS["decode"]),
 }
 
 
@@ -137,6 +141,7 @@ class PhaseFit:
         residuals: achieved minus target per model and length.
         kind_spread: achieved sparsity per kind of prompt.
         splits: parts of the key axis in which was counted, see `CountingRule`.
+        dense_tail: last rows that were counted as dense, see `CountingRule`.
     """
 
     phase: Phase
@@ -151,12 +156,17 @@ class PhaseFit:
     residuals: tuple[LengthResidual, ...] = ()
     kind_spread: tuple[KindSpread, ...] = ()
     splits: int = 1
+    dense_tail: int = 0
 
     def __post_init__(self) -> None:
         if self.splits != 1 and (self.phase, self.order) != ("decode", "ascending"):
             raise ProfileError(
                 f"phases.{self.phase}.splits: found {self.splits} with order {self.order!r}, wanted 1; only "
                 "decode in ascending order has splits"
+            )
+        if self.dense_tail and self.phase != "prefill":
+            raise ProfileError(
+                f"phases.{self.phase}.dense_tail: found {self.dense_tail}, wanted 0; only prefill has one"
             )
         if self.selected == "length_exponent" and self.length_exponent is None:
             raise ProfileError(
@@ -167,7 +177,7 @@ class PhaseFit:
     @property
     def rule(self) -> CountingRule:
         """How was counted."""
-        return CountingRule(self.tile, self.order, self.splits)
+        return CountingRule(self.tile, self.order, self.splits, self.dense_tail)
 
     @property
     def model(self) -> ExponentialModel | LengthExponentModel:

@@ -44,6 +44,7 @@ class AttentionProblem:
         v_descale: the same for v.
         block_mask: bool (batch, heads that vote, query tiles, key tiles), shape of the kept map: a tile that
             is False is attended by no row of its query tile and counts as not visited. None = all.
+        dense_tail: query tiles that hold one of a sequence's last so many rows skip nothing; prefill only.
         want_counts: fill AttentionOutput.counts.
         want_mass_bound: fill AttentionOutput.mass_bound.
         want_kept_tiles: fill AttentionOutput.kept_tiles.
@@ -70,6 +71,7 @@ class AttentionProblem:
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
     block_mask: Tensor | None = None
+    dense_tail: int = 0
     want_counts: bool = False
     want_mass_bound: bool = False
     want_kept_tiles: bool = False

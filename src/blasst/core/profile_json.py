@@ -158,6 +158,7 @@ def phase_fit_to_json(fit: PhaseFit) -> dict[str, Any]:
         "tile": {"query": fit.tile.query, "key": fit.tile.key},
         "order": fit.order,
         **({} if fit.splits == 1 else {"splits": fit.splits}),
+        **({} if fit.dense_tail == 0 else {"dense_tail": fit.dense_tail}),
         "selected": fit.selected,
         "selected_by": fit.selected_by,
         "exponential": {"a": theirs.a, "b": theirs.b, "r2": theirs.r2},
@@ -233,6 +234,7 @@ def phase_fit_from_json(phase: Phase, fields: Fields) -> PhaseFit:
         residuals=tuple(_residual(item) for item in fields.list_of_fields("residuals")),
         kind_spread=tuple(_spread(item) for item in fields.list_of_fields("kind_spread")),
         splits=fields.integer("splits", 1) if fields.has("splits") else 1,
+        dense_tail=fields.integer("dense_tail") if fields.has("dense_tail") else 0,
     )
     for part in (tile, observed, fields):
         part.close()

@@ -33,6 +33,7 @@ from blasst.core.types import (
     TileShape,
     VisitingOrder,
     group_of_key,
+    in_dense_tail,
 )
 from blasst.core.values import weighted_values
 
@@ -85,6 +86,7 @@ def reference_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     max_skipped_mass: float | None = None,
+    dense_tail: int = 0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -112,6 +114,7 @@ def reference_attention(
         softcap: cap * tanh(score / cap); 0 = none.
         sinks: (num_heads,) logits, or None.
         max_skipped_mass: error budget in (0, 1), or None.
+        dense_tail: query tiles with one of the last so many rows of a sequence skip nothing.
         cu_seqlens_q: (batch + 1,) for packed q.
         cu_seqlens_k: (batch + 1,) for packed k, or lengths of pages.
         seqused_k: (batch,) key slots in use.
@@ -166,6 +169,7 @@ def reference_attention(
         k_descale=scales[0],
         v_descale=scales[1],
         block_mask=block_mask,
+        dense_tail=dense_tail,
     )
     return run_reference(problem, tile=tile, order=order, kept_tiles=kept_tiles, dtype=dtype)
 
@@ -314,6 +318,7 @@ class _SequenceSolver:
         visible = (key >= begin[:, None]) & (key < end[:, None])  # (rows, keys)
         tiles = visited_tiles(begin, end, self.tile.key)
         decode = self.problem.phase == "decode"
+        log_threshold = self._log_threshold(i)
         allowed = None if self.block_mask is None else self.block_mask[:, i]  # (heads, key tiles)
         if allowed is not None:
             in_mask = allowed.repeat_interleave(self.tile.key, dim=-1)[:, None, : self.seqlen_k]
@@ -330,7 +335,7 @@ class _SequenceSolver:
                 s = torch.where(heads[:, None, None], s, -math.inf)
                 seen = seen & heads[:, None, None]
             compare = state.row_max if anchor is None else anchor.row_max
-            gap, agree = self._vote(s, seen, compare)
+            gap, agree = self._vote(s, seen, compare, log_threshold)
             skip = agree & ~anchors[:, j]
             gap = torch.where(anchors[:, j], math.inf, gap)
             if self.problem.max_skipped_mass is not None:
@@ -342,6 +347,13 @@ class _SequenceSolver:
             kept[:, j] = torch.where(now, ~skip, kept[:, j])
             self._update(state, s, seen, self.v[:, columns], skip)
         return state
+
+    def _log_threshold(self, i: int) -> Tensor | None:
+        """Log threshold of query tile i; None = skips nothing."""
+        rows, tail = self.tile.query, self.problem.dense_tail
+        if rows is not None and in_dense_tail(i * rows, self.seqlen_q, rows, tail):
+            return None
+        return self.log_threshold
 
     def _anchors(self, begin: Tensor, end: Tensor, allowed: Tensor | None, shape: torch.Size) -> Tensor:
         """Anchor tiles, bool (heads, key tiles)."""
@@ -364,15 +376,17 @@ class _SequenceSolver:
         acc = scores.new_zeros((heads, rows, self.v.shape[-1]))
         return _Rows(row_max, row_sum, acc, torch.zeros_like(row_max), torch.zeros_like(row_max))
 
-    def _vote(self, s: Tensor, seen: Tensor, compare: Tensor) -> tuple[Tensor, Tensor]:
+    def _vote(
+        self, s: Tensor, seen: Tensor, compare: Tensor, log_threshold: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Margin of the tile and whether every row agrees to skip it, per head."""
         tile_max = s.amax(-1)
         concerned = seen.any(-1)
         gap = (tile_max - compare).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         gap = torch.where(concerned, gap, -math.inf).amax(-1)
-        if self.log_threshold is None:
+        if log_threshold is None:
             return gap, torch.zeros_like(gap, dtype=torch.bool)
-        agree = (tile_max < compare + self.log_threshold) | ~concerned
+        agree = (tile_max < compare + log_threshold) | ~concerned
         return gap, agree.all(-1)
 
     def _affordable(self, s: Tensor, seen: Tensor, state: _Rows, anchor: _AnchorState | None) -> Tensor:

@@ -77,6 +77,11 @@ class AttentionOutput(NamedTuple):
     kept_tiles: Tensor | None
 
 
+def in_dense_tail(first_row: int, seqlen_q: int, tile_query: int, dense_tail: int) -> bool:
+    """Whether the query tile that begins at a row holds one of a sequence's last `dense_tail` rows."""
+    return min(first_row + tile_query, seqlen_q) + dense_tail > seqlen_q
+
+
 def num_tiles(length: int, tile: int) -> int:
     """Tiles of a size needed to cover a length."""
     return -(-length // tile)

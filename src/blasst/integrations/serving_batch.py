@@ -61,6 +61,7 @@ class _Group:
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     threshold: Tensor | None
+    dense_tail: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +131,7 @@ class PagedStep:
                     cu_q,
                     cu_k,
                     None if rule.kind == "dense" else rule.for_lengths(lens),
+                    rule.dense_tail,
                 )
             )
         return PagedStep(tuple(groups), max_seqlen_k)
@@ -187,6 +189,7 @@ class PagedStep:
             self.max_seqlen_k,
             block_table=group.block_table,
             threshold=group.threshold,
+            dense_tail=group.dense_tail,
             causal=True,
             return_counts=True,
             **layer._asdict(),

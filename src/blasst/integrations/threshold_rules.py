@@ -36,6 +36,11 @@ class ThresholdRule:
     origin: str
     profile: Profile | None = None
 
+    @property
+    def dense_tail(self) -> int:
+        """Rows at the end of a call that stay dense; as the profile was counted."""
+        return 0 if self.profile is None else self.profile.phase_fit(self.phase).dense_tail
+
     def for_length(self, kv_len: int) -> float | None:
         """Threshold of a sequence with kv_len keys; None = dense."""
         if self.kind == "dense":

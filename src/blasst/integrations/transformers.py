@@ -46,12 +46,14 @@ class Enabled:
         thresholds: the rule in force for each phase, with its origin.
         impl: backend asked for.
         max_skipped_mass: error budget, or None.
+        dense_tail: rows at the end of a prefill call that skip nothing.
     """
 
     served: tuple[str, ...]
     thresholds: dict[Phase, ThresholdRule]
     impl: str
     max_skipped_mass: float | None
+    dense_tail: int
     _session: Session
 
     @property
@@ -68,6 +70,8 @@ class Enabled:
             lines.append(
                 f"  error budget: at most {self.max_skipped_mass:g} skipped mass per kept mass of a row"
             )
+        if self.dense_tail:
+            lines.append(f"  dense tail: the last {self.dense_tail} rows of a prefill skip nothing")
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.unserved:
             by_reason.setdefault(reason, []).append(name)
@@ -90,6 +94,7 @@ def _make_session(
     threshold: PerPhase | None = None,
     threshold_scale_factor: PerPhase | None = None,
     max_skipped_mass: float | None = None,
+    dense_tail: int | None = None,
     ignore: Sequence[str] = (),
     impl: str = "auto",
     collect_counts: bool = False,
@@ -109,9 +114,10 @@ def _make_session(
     path = fspath(profile) if isinstance(profile, PathLike) else profile
     fingerprint = _fingerprint(model) if profile is not None else None
     rules = resolve_rules(path, target_sparsity, threshold, threshold_scale_factor, fingerprint)
-    handler = SparseHandler(rules, impl, max_skipped_mass, collect_counts, measure_skipped_mass)
+    tail = checks.check_dense_tail(rules["prefill"].dense_tail if dense_tail is None else dense_tail)
+    handler = SparseHandler(rules, impl, max_skipped_mass, tail, collect_counts, measure_skipped_mass)
     session = Session.create(model, handler, ignore)
-    return session, Enabled(session.served, rules, impl, max_skipped_mass, session)
+    return session, Enabled(session.served, rules, impl, max_skipped_mass, tail, session)
 
 
 def enable(
@@ -122,6 +128,7 @@ def enable(
     threshold: PerPhase | None = None,
     threshold_scale_factor: PerPhase | None = None,
     max_skipped_mass: float | None = None,
+    dense_tail: int | None = None,
     ignore: Sequence[str] = (),
     impl: str = "auto",
     collect_counts: bool = False,
@@ -146,6 +153,8 @@ def enable(
         threshold: in [0, 1], the same at every length.
         threshold_scale_factor: threshold times keys; clamped to threshold 1.
         max_skipped_mass: error budget in (0, 1) on top of the threshold, or None.
+        dense_tail: rows at the end of a prompt (in chunked prefill of each chunk) that skip nothing; None =
+            what the profile was counted with, 0 without a profile.
         ignore: fnmatch patterns on module names, for example "model.layers.0.*".
         impl: backend of the public functions: "auto", "eager", "triton" or "reference".
         collect_counts: count skipped and visited tiles for `attention_stats`; changes no output.
@@ -167,6 +176,7 @@ def enable(
         threshold=threshold,
         threshold_scale_factor=threshold_scale_factor,
         max_skipped_mass=max_skipped_mass,
+        dense_tail=dense_tail,
         ignore=ignore,
         impl=impl,
         collect_counts=collect_counts,
@@ -197,6 +207,7 @@ def sparse_attention(
     threshold: PerPhase | None = None,
     threshold_scale_factor: PerPhase | None = None,
     max_skipped_mass: float | None = None,
+    dense_tail: int | None = None,
     ignore: Sequence[str] = (),
     impl: str = "auto",
     collect_counts: bool = False,
@@ -211,6 +222,7 @@ def sparse_attention(
         threshold: see `enable`.
         threshold_scale_factor: see `enable`.
         max_skipped_mass: see `enable`.
+        dense_tail: see `enable`.
         ignore: see `enable`.
         impl: see `enable`.
         collect_counts: see `enable`.
@@ -227,6 +239,7 @@ def sparse_attention(
         threshold=threshold,
         threshold_scale_factor=threshold_scale_factor,
         max_skipped_mass=max_skipped_mass,
+        dense_tail=dense_tail,
         ignore=ignore,
         impl=impl,
         collect_counts=collect_counts,

@@ -114,6 +114,7 @@ class SparseHandler:
         rules: threshold rule of each phase.
         impl: backend of the public functions.
         max_skipped_mass: error budget, or None.
+        dense_tail: rows at the end of a prefill call that skip nothing.
         collect_counts: add up tile counts.
         measure_skipped_mass: also run the dense kernel and compare log-sum-exps.
         counters: tile counts.
@@ -123,6 +124,7 @@ class SparseHandler:
     rules: Mapping[Phase, ThresholdRule]
     impl: str = "auto"
     max_skipped_mass: float | None = None
+    dense_tail: int = 0
     collect_counts: bool = False
     measure_skipped_mass: bool = False
     counters: Counters = field(default_factory=Counters)
@@ -159,6 +161,7 @@ class SparseHandler:
         rule = self.rules[call.phase]
         if rule.kind == "dense":
             return call.native()
+        tail = {"dense_tail": self.dense_tail} if call.phase == "prefill" else {}
         result = attend(
             call,
             self._threshold(call, rule),
@@ -166,6 +169,7 @@ class SparseHandler:
             return_counts=self.collect_counts,
             return_lse=self.measure_skipped_mass,
             impl=self.impl,
+            **tail,
         )
         if result.counts is not None:
             self.counters.add(layer.index, call.phase, result.counts)

@@ -35,6 +35,7 @@ from blasst.core.types import (
     SkipCounts,
     TileShape,
     VisitingOrder,
+    in_dense_tail,
     num_tiles,
 )
 from blasst.core.values import weighted_values
@@ -262,8 +263,12 @@ def run(problem: AttentionProblem) -> AttentionOutput:
             scored = sequence.score(view.q[rows], first_row, None if mask is None else mask[:, i])
             if scored is None:
                 continue
-            kept = scored.kept(log_threshold)
-            if problem.max_skipped_mass is not None and log_threshold is not None:
+            tail = problem.phase == "prefill" and in_dense_tail(
+                first_row, sequence.seqlen_q, step, problem.dense_tail
+            )
+            cut = None if tail else log_threshold
+            kept = scored.kept(cut)
+            if problem.max_skipped_mass is not None and cut is not None:
                 kept = within_budget(scored, kept, problem.max_skipped_mass, tile.key)
             if kept_map is not None:
                 kept_map[b, :, i, scored.tiles.start : scored.tiles.stop] = kept

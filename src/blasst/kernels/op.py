@@ -35,6 +35,7 @@ _ARGUMENTS = {
     "k_descale": "Tensor?",
     "v_descale": "Tensor?",
     "block_mask": "Tensor?",
+    "dense_tail": "int",
     "want_counts": "bool",
     "want_mass_bound": "bool",
     "want_kept_tiles": "bool",

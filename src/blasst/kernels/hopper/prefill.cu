@@ -162,6 +162,7 @@ struct Params {
     int total;
     int page_shift;         // log2 of the page size
     int window_left, window_right;
+    int dense_tail;  // rows at the end of a sequence whose query tiles skip nothing
     int query_tiles, key_tiles;  // of the kept map
     int guard_values;       // values beyond a sequence may be anything
     float scale_log2;       // exponent per unit of score, base 2
@@ -808,7 +809,9 @@ struct Consumer {
         }
 #if SKIP
         const i64 place = static_cast<i64>(work().sequence) * p.threshold_stride;
-        const float threshold = p.threshold != nullptr ? p.threshold[place] : 0.f;
+        const int rows = work().rows, end = min((2 * work().block + w + 1) * kRows, rows);
+        const bool skips = p.threshold != nullptr && end + p.dense_tail <= rows;
+        const float threshold = skips ? p.threshold[place] : 0.f;
         cut = threshold > 0.f ? logf(fminf(threshold, 1.f)) / p.unit : -kInfinity;
 #endif
         skipped = 0;

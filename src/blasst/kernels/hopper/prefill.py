@@ -74,6 +74,7 @@ class _Params(ctypes.Structure):
                 "page_shift",
                 "window_left",
                 "window_right",
+                "dense_tail",
                 "query_tiles",
                 "key_tiles",
                 "guard_values",
@@ -196,6 +197,7 @@ def _parameters(problem: AttentionProblem, outputs: Outputs, ticket: Tensor) -> 
         query_tiles=0 if outputs.kept is None else outputs.kept.shape[2],
         key_tiles=0 if outputs.kept is None else outputs.kept.shape[3],
         guard_values=int(paged or cu_k is not None or seqused is not None),
+        dense_tail=problem.dense_tail,
         eps=float(problem.max_skipped_mass or 0.0),
         **score_arguments(problem),
     )

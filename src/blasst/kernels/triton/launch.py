@@ -38,6 +38,7 @@ LENGTHS = [
     "row_blocks",
     "window_left",
     "window_right",
+    "dense_tail",
     "table_stride",
     "threshold_stride",
     "lse_stride_b",

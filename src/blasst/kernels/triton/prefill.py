@@ -336,6 +336,7 @@ def prefill_kernel(
     key_tiles,
     window_left,
     window_right,
+    dense_tail,
     scale,
     cap,
     eps,
@@ -440,6 +441,7 @@ def prefill_kernel(
     log2_t = 0.0
     if SKIP:
         log2_t = log2_threshold(threshold_ptr, threshold_stride, b)
+        log2_t = tl.where(row_last + 1 + dense_tail > rows_here, float("-inf"), log2_t)
     skipped = 0
 
     for i in tl.range(
@@ -505,6 +507,7 @@ def plan(problem: AttentionProblem, outputs: Outputs, arch: tuple[int, int]) -> 
     config = prefill_config(problem, arch)
     arguments = problem_arguments(problem, outputs)
     arguments |= {"slots": slots, "search_steps": batch.bit_length()}
+    arguments |= {"dense_tail": problem.dense_tail}
     arguments |= {
         "query_tiles": num_tiles(problem.max_seqlen_q, block_m),
         "key_tiles": num_tiles(problem.max_seqlen_k, block_n),
