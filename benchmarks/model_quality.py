@@ -57,7 +57,7 @@ def conditions(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 settings[f"{name} ignore {options.ignore}"] = {**settings.pop(name), "ignore": patterns}
     if options.control:
         settings["threshold 0"] = {"threshold": 0.0}
-    return settings
+    return {name: {**value, "impl": options.impl} for name, value in settings.items()}
 
 
 def calibrate(loaded: LoadedModel, options: argparse.Namespace) -> None:
@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--targets", type=targets, default=[(0.5,), (0.7,)], help="for example 0.5,0.5/0.4")
     parser.add_argument("--ignore", default="", help="module patterns that stay dense: model.layers.0.*,...")
     parser.add_argument("--phases", default="both", help="both, prefill, decode, or several of them")
+    parser.add_argument("--impl", default="auto", help="kernels of the sparse runs")
     parser.add_argument("--control", action="store_true", help="also run threshold 0: rounding alone")
     parser.add_argument("--task-lengths", type=numbers, default=[4096])
     parser.add_argument("--tasks", default="", help="task kinds; default all")
