@@ -110,7 +110,7 @@ def check(draw: random.Random) -> None:
     wanted = {"return_counts": True, "return_mass_bound": draw.random() < 0.4}
     if threshold and draw.random() < 0.2:
         options["max_skipped_mass"] = 0.05
-    if kind != "cache" and draw.random() < 0.3:
+    if kind in ("func", "varlen") and draw.random() < 0.3:
         options["dense_tail"] = draw.choice([1, 64, 130])
     if threshold and draw.random() < 0.3:
         threshold = torch.tensor([draw.choice([0.0, 0.01, 1.0]) for _ in range(batch)], device="cuda")

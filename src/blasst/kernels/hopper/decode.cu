@@ -18,10 +18,6 @@
 // Compile-time: HEAD_DIM (64, 96, 128), BF16, FP8, ROWS (8 to 128), SKIP, MASS, SLOTS, CTAS, PATIENCE.
 #include "ptx.cuh"
 
-#ifndef WARM
-#define WARM 1
-#endif
-
 #ifndef PATIENCE
 #define PATIENCE 50  // some 0.7 us each; the message takes less than 5
 #endif
@@ -54,7 +50,7 @@ constexpr int kMaxSplits = 32;
 constexpr int kPart = HEAD_DIM + 4;    // of a row: O, base, sum, bound, base of the bound
 constexpr int kWords = 1 + MASS;       // of a row's message: maximum over the anchors, sum
 [[maybe_unused]] constexpr int kPatience = PATIENCE;  // times that a message is looked for
-constexpr int kVoteBarrier = 1, kLentBarrier = 2;  // 0 is __syncthreads
+constexpr int kVoteBarrier = 1, kLentBarrier = 2, kEndBarrier = 3;  // 0 is __syncthreads
 // Exponents may exceed the base by this much (base 2) before it is raised: P must stay finite in its dtype.
 constexpr float kHeadroom = BF16 && !FP8 ? 32.f : 12.f;
 // Tiles by which P.V follows: one slot is free at every vote. A dense build fetches V ahead instead.
@@ -1024,7 +1020,7 @@ __device__ __forceinline__ void combine(
 #endif
             }
         }
-        if (real) __syncthreads();
+        if (real) named_sync(kEndBarrier, kThreads);
         // By the last threads, which often have no part in the rest.
         for (int i = real ? kThreads - 1 - thread : lane; i < count; i += kThreads) {
             const int r = from + i, query_head = job.kv_head * p.group + r % p.group;
@@ -1061,7 +1057,7 @@ __device__ __forceinline__ void combine(
                          "r"(pack_out(x[2] * scale, x[3] * scale))
                          : "memory");
         }
-        if (real) __syncthreads();  // nobody reads what the next rows overwrite
+        if (real) named_sync(kEndBarrier, kThreads);  // nobody reads what the next rows overwrite
     }
 }
 
@@ -1117,17 +1113,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) decode(const __grid
         all_proxies_fence();
     }
     // Before it waits for the others, the producer warp goes through what the last CTA has to do.
-    const bool rehearses = WARM && kGroups == 1 && threadIdx.x >= kConsumers;
+    const bool rehearses = kGroups == 1 && threadIdx.x >= kConsumers;
 #pragma unroll 1
     for (int turn = rehearses ? 0 : 1; turn < 2; ++turn) {
         if (turn == 1) {
-            __syncthreads();
+            named_sync(kEndBarrier, kThreads);
             if (threadIdx.x == 0) {
                 int* arrivals = p.arrivals + job.head(p);
                 shared.last = add_acquire_release(arrivals, 1) == job.splits - 1;
                 if (shared.last) *arrivals = 0;
             }
-            __syncthreads();
+            named_sync(kEndBarrier, kThreads);
             if (!shared.last) break;
 #if SKIP
             const int words = p.tokens * p.group * kWords;
