@@ -85,13 +85,6 @@ class _Params(ctypes.Structure):
     )
 
 
-def _parts(head_dim: int, **rule: Any) -> int:
-    """Parts in which P.V of a kept tile is issued: as many as fit in the registers, up to what pays."""
-    if rule["BUDGET"]:
-        return 1
-    return 8 if head_dim > 64 and not rule["SKIP"] else 4
-
-
 def build(head_dim: int, dtype: torch.dtype, *, paged: bool = False, **rule: Any) -> dict[str, int]:
     """What a build defines; rule holds SKIP, MASS, BUDGET and SOFTCAP."""
     tile_bytes = num_tiles(head_dim, CHUNK) * CHUNK * 2 * KEY_TILE
@@ -103,7 +96,7 @@ def build(head_dim: int, dtype: torch.dtype, *, paged: bool = False, **rule: Any
         **{name: int(rule[name]) for name in ("SKIP", "MASS", "BUDGET", "SOFTCAP")},
         "PAGED": int(paged),
         "STAGES": min(stages, _MAX_STAGES),
-        "PARTS": _parts(head_dim, **rule),
+        "PARTS": 1 if rule["BUDGET"] else 4,  # of P.V; what a budget needs leaves no registers for more
         # At head_dim 64 exp takes as long as the tensor cores: the warpgroups take turns in it.
         "TURNS": int(head_dim == 64),
     }
