@@ -57,7 +57,10 @@ def conditions(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 settings[f"{name} ignore {options.ignore}"] = {**settings.pop(name), "ignore": patterns}
     if options.control:
         settings["threshold 0"] = {"threshold": 0.0}
-    return {name: {**value, "impl": options.impl} for name, value in settings.items()}
+    common = {"impl": options.impl}
+    if options.dense_tail is not None:
+        common["dense_tail"] = options.dense_tail
+    return {name: {**value, **common} for name, value in settings.items()}
 
 
 def calibrate(loaded: LoadedModel, options: argparse.Namespace) -> None:
@@ -174,6 +177,7 @@ def main() -> None:
     parser.add_argument("--ignore", default="", help="module patterns that stay dense: model.layers.0.*,...")
     parser.add_argument("--phases", default="both", help="both, prefill, decode, or several of them")
     parser.add_argument("--impl", default="auto", help="kernels of the sparse runs")
+    parser.add_argument("--dense-tail", type=int, help="last rows dense; default as the profile says")
     parser.add_argument("--control", action="store_true", help="also run threshold 0: rounding alone")
     parser.add_argument("--task-lengths", type=numbers, default=[4096])
     parser.add_argument("--tasks", default="", help="task kinds; default all")

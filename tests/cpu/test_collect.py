@@ -20,7 +20,7 @@ from blasst.calibrate.measure import measure_sparsity, pooled_sparsity
 from blasst.calibrate.prompts import PROMPT_KINDS, Prompt, calibration_prompts, prompts_hash
 from blasst.calibrate.tiles import counting_rules
 from blasst.core.errors import CalibrationError, ProfileError
-from blasst.core.phase_fit import CountingRule
+from blasst.core.phase_fit import SERVING_RULES, CountingRule
 from blasst.core.profile import DataInfo, ModelInfo, Profile
 from blasst.core.types import TileShape
 from blasst.integrations.transformers import attention_stats, enable, reset_stats, sparse_attention
@@ -91,7 +91,11 @@ def test_prefill_counts_are_those_of_the_sparse_kernel(model):
     assert record.kv_len == 1400 and record.skipped.shape == (30, 2, 4) and table.num_prompts == 1
     assert table.layers == ("model.layers.0.self_attn", "model.layers.1.self_attn")
     for j in (20, 25, 29):
-        settings = {"threshold": float(LADDER[j]), "collect_counts": True, "dense_tail": 128}
+        settings = {
+            "threshold": float(LADDER[j]),
+            "collect_counts": True,
+            "dense_tail": SERVING_RULES["prefill"].dense_tail,
+        }
         with torch.no_grad(), sparse_attention(model, **settings):
             model(torch.tensor([ids.token_ids]))
             first = attention_stats(model)[0]  # later layers see other inputs once tiles are skipped

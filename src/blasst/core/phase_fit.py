@@ -46,7 +46,7 @@ class CountingRule:
 #: How `blasst.calibrate.collect` counts unless told otherwise, and profiles are served. The last rows of a
 #: prompt stay dense: the answer is read from them, and they are few (docs/method.md).
 SERVING_RULES: Mapping[Phase, CountingRule] = {
-    "prefill": CountingRule(PREFILL_TILE, SERVING_ORDERS["prefill"], dense_tail=128),
+    "prefill": CountingRule(PREFILL_TILE, SERVING_ORDERS["prefill"], dense_tail=64),
     "decode": CountingRule(DECODE_TILE, SERVING_ORDERS["decode"]),
 }
 
