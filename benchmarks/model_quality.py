@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from blasst.bench.record import environment
 from blasst.calibrate.measure import measure_sparsity, pooled_sparsity
 from blasst.calibrate.prompts import calibration_prompts
+from blasst.core.phase_fit import SERVING_RULES
 from blasst.core.profile import load_profile
 from blasst.evals.compare import compare_conditions
 from blasst.evals.models import LoadedModel, load_model
@@ -65,7 +66,11 @@ def conditions(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def calibrate(loaded: LoadedModel, options: argparse.Namespace) -> None:
     """One pass per calibration prompt, then profile.json."""
-    plan = CalibrationPlan(tuple(options.lengths), options.per_kind, options.decode_tokens, options.seed)
+    rules = dict(SERVING_RULES)
+    if options.dense_tail is not None:
+        rules["prefill"] = replace(rules["prefill"], dense_tail=options.dense_tail)
+    shape = tuple(options.lengths), options.per_kind, options.decode_tokens, options.seed
+    plan = CalibrationPlan(*shape, rules=rules)
     calibrate_model(loaded, plan).save(options.out / "profile.json")
 
 

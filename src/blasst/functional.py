@@ -287,7 +287,8 @@ def blasst_attn_with_kvcache(
 
     The decode rule: the first and the last two visible tiles of 64 keys are anchors and always kept; any
     other tile is skipped when every query head of the KV head and every new token has its best score more
-    than ln(1 / threshold) below its maximum over the anchors. V of a skipped tile is not loaded.
+    than ln(1 / threshold) below its maximum over the anchors. V of a skipped tile is not loaded. There is no
+    dense tail here, also not for more than 8 tokens: `blasst_attn_varlen_func` has one, for pages too.
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), float16, bfloat16 or float32.

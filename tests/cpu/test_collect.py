@@ -1,6 +1,7 @@
 """Counting for a calibration: equal to what kernels count, padding, modes, errors; and the prompts."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -249,6 +250,13 @@ def test_a_phase_without_a_rule_is_not_counted(model):
         collect(model, None, [prompt(700)], rules=counting_rules(["fmha_v2"]))
     with pytest.raises(ValueError, match="cannot be counted"):
         collect(model, None, [prompt(700)], rules={"prefill": CountingRule(TileShape(64, 128), "anchors")})
+    tail = {"prefill": replace(SERVING_RULES["prefill"], dense_tail=600)}
+    with pytest.raises(CalibrationError, match="more than 728 tokens"):
+        collect(model, None, [prompt(700)], phases=["prefill"], rules=tail)
+    for phase, rows in (("prefill", -5), ("prefill", 1.5), ("decode", 64)):
+        wrong = SERVING_RULES | {phase: replace(SERVING_RULES[phase], dense_tail=rows)}
+        with pytest.raises((TypeError, ValueError), match="dense_tail"):
+            collect(model, None, [prompt(700)], rules=wrong)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +15,8 @@ from torch import Tensor, nn
 
 from blasst.calibrate.collect_diffusers import collect_diffusers
 from blasst.core.errors import UnsupportedError
-from blasst.integrations.diffusers import attention_stats, disable, enable
+from blasst.core.profile import ModelInfo, load_profile
+from blasst.integrations.diffusers import attention_stats, disable, enable, fingerprint_of
 from blasst.testing import heavy_tailed_inputs
 
 
@@ -106,9 +109,18 @@ def test_counts_at_a_threshold_are_those_of_the_kernel(dispatch: ModuleType, inp
     table = collect_diffusers(
         model, [("noise", lambda: model(inputs.q, torch.tensor(1)))], thresholds=[0.1, 0.5]
     )
+    assert table.rules["prefill"].dense_tail == 0
     enable(model, threshold=0.1, collect_counts=True)
     model(inputs.q, torch.tensor(1))
     assert table.records[0].skipped[0, 0].tolist() == attention_stats(model)[0].skipped.tolist()
+
+
+def test_a_profile_with_a_dense_tail_is_refused(dispatch: ModuleType, inputs: Any) -> None:
+    model = Model(inputs.k, inputs.v)
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "h200_smollm2" / "profile.json"
+    profile = replace(load_profile(path), model=ModelInfo("m", fingerprint_of(model)))
+    with pytest.raises(ValueError, match="the last 64 rows dense"):
+        enable(model, profile=profile, target_sparsity=0.5)
 
 
 def test_a_mask_is_refused_or_runs_native_with_one_warning(dispatch: ModuleType, inputs: Any) -> None:

@@ -14,7 +14,7 @@ from blasst.calibrate.counts import CountPoint
 from blasst.calibrate.tiles import TILES
 from blasst.core.errors import CalibrationError, ProfileError
 from blasst.core.profile import DataInfo, ModelInfo, Profile, load_profile
-from blasst.core.types import Phase, TileShape
+from blasst.core.types import Phase
 
 GRID = np.exp(np.linspace(-12.0, 0.0, 25))
 MODEL = ModelInfo("tiny", "f00d")
@@ -93,9 +93,10 @@ def test_a_phase_that_was_not_counted_is_missing_and_cannot_have_a_target() -> N
 
 def test_counts_in_the_tiles_of_another_engine_are_kept_as_such() -> None:
     profile = _profile(rules=TILES["modelopt"])
-    assert profile.phases["prefill"].tile == TileShape(128, 128)
+    assert profile.phases["prefill"].rule == TILES["modelopt"]["prefill"]
     with pytest.raises(ProfileError, match="tile"):
         profile.require_match()
+    assert _profile(rules=TILES["blasst"]).phases["prefill"].dense_tail == 64
 
 
 def test_no_records_and_a_target_out_of_reach_are_errors() -> None:

@@ -268,6 +268,9 @@ def test_sdpa_layout_equals_torch():
     q, k, v = (x.transpose(1, 2) for x in inputs())
     got = attention(q, k, v, enable_gqa=True, scale=0.3, threshold=0.0, return_lse=True)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True)
+    options = {"enable_gqa": True, "threshold": 1.0, "return_counts": True}
+    free, tail = (attention(q, k, v, **options, dense_tail=rows).counts.skipped for rows in (0, 10**6))
+    assert int(free.sum()) > 0 == int(tail.sum())
     torch.testing.assert_close(got.out, expected, rtol=1e-5, atol=1e-6)
     assert got.lse.shape == q.shape[:3]
     with pytest.raises(ValueError, match="enable_gqa"):

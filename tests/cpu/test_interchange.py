@@ -397,7 +397,10 @@ def test_a_profile_counted_in_the_tiles_of_the_engine_carries_no_warning() -> No
     setting = export_profile(
         replace(profile, phases={"prefill": fit}), "tensorrt-llm", target_sparsity={"prefill": 0.5}
     )
-    assert not any("differ" in note for note in setting.notes)
+    assert not any("differ" in note or "last" in note for note in setting.notes)
+    counted = replace(profile, phases={"prefill": replace(fit, dense_tail=64)})
+    notes = export_profile(counted, "tensorrt-llm", target_sparsity={"prefill": 0.5}).notes
+    assert any("counted with the last 64 of them dense" in note for note in notes)
 
 
 def test_a_target_out_of_reach_is_said() -> None:

@@ -451,3 +451,6 @@ def test_the_dense_tail_is_kept_served_and_only_of_prefill():
     assert resolve_rules(None, None, 0.1, None)["prefill"].dense_tail == 0
     with pytest.raises(ProfileError, match=r"phases\.decode\.dense_tail: found 128, wanted 0"):
         replace(_fit("decode"), dense_tail=128)
+    for wrong in (-5, 1.5, True, "64"):
+        with pytest.raises(ProfileError, match=r"phases\.prefill\.dense_tail: found .*, wanted an integer"):
+            replace(_fit(), dense_tail=wrong)

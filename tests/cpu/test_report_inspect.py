@@ -17,8 +17,7 @@ from blasst.report.workers import Job, WorkerPool
 LENGTH, DECODE = 700, 3
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
+def make_model(**changes: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -30,8 +29,14 @@ def model() -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
+        **changes,
     )
-    model = LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    model = make_model()
     for layer in model.model.layers:  # flat attention would skip nothing
         layer.self_attn.q_proj.weight.data *= 40.0
         layer.self_attn.k_proj.weight.data *= 40.0
@@ -95,6 +100,18 @@ def test_skip_map_at_zero_keeps_all_and_wrong_heads_are_refused(model: Any, toke
         skip_map(model, token_ids, threshold=0.1, layer=2, head=0)
     with pytest.raises(ValueError, match="heads 0 to 3"):
         skip_map(model, token_ids, threshold=0.1, layer=0, head=4)
+
+
+def test_skip_map_shows_the_dense_tail(token_ids: list[int]) -> None:
+    model = make_model(attention_bias=True)
+    for projection in (model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.k_proj):
+        projection.bias.data.fill_(2.0)  # attention fades with distance
+    bare, tail = (skip_map(model, token_ids, threshold=1.0, layer=0, head=0, dense_tail=n) for n in (0, 64))
+    last = 2  # query tiles that hold one of the last rows
+    assert (tail.kept[-last:] == tail.visited[-last:]).all() and (
+        tail.kept[:-last] == bare.kept[:-last]
+    ).all()
+    assert (bare.visited & ~bare.kept)[-last:].any() and (bare.visited & ~bare.kept)[:-last].any()
 
 
 def test_decode_tokens_must_leave_a_prompt(model: Any) -> None:

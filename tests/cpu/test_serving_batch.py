@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from blasst.core.errors import UnsupportedError
+from blasst.core.profile import Profile, load_profile
 from blasst.core.types import PHASES, Phase
 from blasst.functional import blasst_attn_func, blasst_attn_with_kvcache
 from blasst.integrations.serving_batch import LayerOptions, PagedStep, require_kernels
-from blasst.integrations.serving_options import ServingOptions
+from blasst.integrations.serving_options import ServingOptions, ServingRules
+from blasst.integrations.threshold_rules import ThresholdRule
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 32
+PROFILE = Path(__file__).parents[2] / "benchmarks" / "results" / "h200_smollm2" / "profile.json"
 
 
 class Batch:
@@ -95,11 +99,20 @@ def test_each_sequence_is_served_as_if_alone(
         assert all(skipped > 0 for skipped, visited in wanted.values() if visited)
 
 
+def with_tail(profile: Profile, rows: int) -> Profile:
+    fit = replace(profile.phase_fit("prefill"), dense_tail=rows)
+    return replace(profile, phases={**profile.phases, "prefill": fit})
+
+
 def test_a_dense_tail_is_that_of_each_sequence() -> None:
     batch = Batch([(200, 800), (100, 900), (1, 700)])
-    (prefill, decode) = batch.step(ServingOptions(threshold=1.0)).groups
-    assert (prefill.dense_tail, decode.dense_tail) == (0, 0)
-    step = PagedStep((replace(prefill, dense_tail=65), decode), 900)
+    profile = load_profile(PROFILE)
+    rules = ServingRules(
+        ThresholdRule("prefill", "threshold", 1.0, "test", with_tail(profile, 65)),
+        ThresholdRule("decode", "threshold", 1.0, "test"),
+    )
+    step = PagedStep.split(batch.starts, batch.seq_lens, batch.block_table, 900, batch.page_size, rules)
+    assert [group.dense_tail for group in step.groups] == [65, 0]
     layer = LayerOptions(DIM**-0.5)
     out = torch.zeros(batch.q.shape[0], HEADS, DIM)
     ((_, counts), _) = step.attend(batch.q, batch.k_pages, batch.v_pages, out, layer)

@@ -1,5 +1,7 @@
 """enable() with a calibration profile: thresholds in force, phases without calibration, refusals."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -78,6 +80,30 @@ def test_thresholds_in_force_are_the_profiles_for_each_sequence(model):
         assert threshold.tolist() == pytest.approx(wanted, rel=1e-5)
     assert seen[0] is seen[1], "computed once per forward, not once per layer"
     assert "target sparsity 0.5, profile of tiny" in str(enabled)
+
+
+def test_the_dense_tail_is_the_profiles_unless_another_is_asked_for():
+    model = make_llama(attention_bias=True)
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            projection.bias.fill_(2.0)  # attention fades with distance
+    profile = make_profile(model)
+    tail = replace(profile.phases["prefill"], dense_tail=192)
+    profile = replace(profile, phases={**profile.phases, "prefill": tail})
+    ids = torch.randint(3, 97, (1, 700))
+
+    def skipped(**options):
+        with sparse_attention(
+            model, profile=profile, target_sparsity=0.85, collect_counts=True, **options
+        ) as enabled:
+            model(ids)
+            return enabled.dense_tail, sum(int(r.skipped.sum()) for r in attention_stats(model))
+
+    assert skipped() == skipped(dense_tail=192)
+    assert skipped(dense_tail=0)[1] > skipped()[1] > skipped(dense_tail=700)[1] == 0
+    assert "last 192 rows" in str(enable(model, profile=profile, target_sparsity=0.5))
+    assert "last" not in str(enable(model, profile=profile, target_sparsity={"decode": 0.5}))
+    disable(model)
 
 
 def test_a_profile_is_read_from_its_file(model, tmp_path):

@@ -22,6 +22,7 @@ from blasst.calibrate.counts import CountPoint, Floats
 from blasst.calibrate.generate import greedy_pass
 from blasst.calibrate.histograms import Histograms
 from blasst.calibrate.prompts import Prompt, prompts_hash
+from blasst.core.checks import check_dense_tail
 from blasst.core.errors import CalibrationError
 from blasst.core.phase_fit import SERVING_RULES, CountingRule
 from blasst.core.types import PHASES, Phase, in_dense_tail
@@ -189,11 +190,18 @@ def _check_rules(rules: Mapping[Phase, CountingRule], phases: Sequence[Phase]) -
             raise ValueError(f"rules: {phase} cannot be counted as {rule}")
         if rule.splits < 1 or (rule.splits > 1 and not (group_votes and rule.order == "ascending")):
             raise ValueError(f"rules: {phase} has splits {rule.splits}, wants 1, or more for a whole group")
+        if check_dense_tail(rule.dense_tail) and phase != "prefill":
+            raise ValueError(
+                f"rules: {phase} has dense_tail {rule.dense_tail}, wants 0; only prefill has one"
+            )
 
 
 def _tokens_without_skips(rule: CountingRule) -> int:
     """Keys up to which no tile can ever be skipped."""
-    return (3 if rule.order == "anchors" else rule.splits) * rule.tile.key
+    if rule.order == "anchors":
+        return 3 * rule.tile.key
+    first = rule.splits * rule.tile.key
+    return first + rule.dense_tail if rule.tile.query is not None else first
 
 
 def _check_lengths(
@@ -242,8 +250,8 @@ def collect(
         batch_size: prompts per forward.
         padding_side: where shorter prompts of a batch are padded.
         ignore: fnmatch patterns of attention modules that are not counted (and will not be served).
-        rules: tile shape and order to count in, per phase; those of another engine for an export to it
-            (`blasst.calibrate.tiles`).
+        rules: tile shape, order and dense tail to count in, per phase; those of another engine for an
+            export to it (`blasst.calibrate.tiles`).
         progress: called before each batch and at the end.
 
     Raises:

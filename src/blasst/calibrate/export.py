@@ -123,6 +123,11 @@ def _notes(
                 f"decode: counted with {fit.splits} KV split(s). These kernels restart the maximum in every "
                 "split, and their number depends on the batch, the KV heads and the GPU."
             )
+        if fit.dense_tail:
+            notes.append(
+                f"{phase}: {engine} skips in the last rows of a prompt too; this profile was counted with "
+                f"the last {fit.dense_tail} of them dense. Answers are read from them: compare with dense."
+            )
         longest = fit.observed.seqlen[1]
         if wanted[phase] > (reach := fit.reachable_sparsity(longest)):
             notes.append(

@@ -164,6 +164,10 @@ class PhaseFit:
                 f"phases.{self.phase}.splits: found {self.splits} with order {self.order!r}, wanted 1; only "
                 "decode in ascending order has splits"
             )
+        if type(self.dense_tail) is not int or self.dense_tail < 0:
+            raise ProfileError(
+                f"phases.{self.phase}.dense_tail: found {self.dense_tail!r}, wanted an integer >= 0"
+            )
         if self.dense_tail and self.phase != "prefill":
             raise ProfileError(
                 f"phases.{self.phase}.dense_tail: found {self.dense_tail}, wanted 0; only prefill has one"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blasst.core.checks import check_dense_tail
 from blasst.core.problem import AttentionProblem
 from blasst.core.sequences import (
     SequenceView,
@@ -169,7 +170,7 @@ def reference_attention(
         k_descale=scales[0],
         v_descale=scales[1],
         block_mask=block_mask,
-        dense_tail=dense_tail,
+        dense_tail=check_dense_tail(dense_tail),
     )
     return run_reference(problem, tile=tile, order=order, kept_tiles=kept_tiles, dtype=dtype)
 

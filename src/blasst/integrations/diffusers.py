@@ -149,6 +149,11 @@ def enable(
     path = fspath(profile) if isinstance(profile, PathLike) else profile
     fingerprint = None if profile is None else fingerprint_of(model)
     rule = resolve_rules(path, target, direct, factor, fingerprint)["prefill"]
+    if rule.dense_tail:
+        raise ValueError(
+            f"profile: was counted with the last {rule.dense_tail} rows dense, as for text; wants one that "
+            "collect_diffusers counted"
+        )
     layers, others = find_layers(model, ignore)
     if not layers:
         raise ValueError(f"model: no attention layer can be served: {others[:3]}")

@@ -61,7 +61,7 @@ class _Group:
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     threshold: Tensor | None
-    dense_tail: int
+    dense_tail: int  # rows at the end of each sequence that skip nothing
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,7 +70,7 @@ class Enabled:
             lines.append(
                 f"  error budget: at most {self.max_skipped_mass:g} skipped mass per kept mass of a row"
             )
-        if self.dense_tail:
+        if self.dense_tail and self.thresholds["prefill"].kind != "dense":
             lines.append(f"  dense tail: the last {self.dense_tail} rows of a prefill skip nothing")
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.unserved:

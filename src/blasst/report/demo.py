@@ -126,7 +126,9 @@ def _inspect(
     heads = seen.head_sparsity["prefill"]
     layer, head = np.unravel_index(np.abs(heads - target).argmin(), heads.shape)
     threshold = profile.threshold("prefill", target, len(token_ids))
-    return seen, skip_map(loaded.model, token_ids, threshold=threshold, layer=int(layer), head=int(head))
+    tail = profile.phase_fit("prefill").dense_tail
+    place = {"layer": int(layer), "head": int(head)}
+    return seen, skip_map(loaded.model, token_ids, threshold=threshold, dense_tail=tail, **place)
 
 
 def _merged(tables: Sequence[CountTable], prompts: Sequence[Prompt]) -> CountTable:

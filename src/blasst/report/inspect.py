@@ -180,7 +180,9 @@ class SkipMap:
 
 
 @torch.inference_mode()
-def skip_map(model: Any, token_ids: Sequence[int], *, threshold: float, layer: int, head: int) -> SkipMap:
+def skip_map(
+    model: Any, token_ids: Sequence[int], *, threshold: float, layer: int, head: int, dense_tail: int = 0
+) -> SkipMap:
     """The tiles that one head skips in prefill; layers below it run the model's own attention.
 
     Args:
@@ -189,6 +191,7 @@ def skip_map(model: Any, token_ids: Sequence[int], *, threshold: float, layer: i
         threshold: linear ratio in [0, 1].
         layer: position among the layers that blasst serves.
         head: query head.
+        dense_tail: last rows that skip nothing.
 
     Raises:
         ValueError: no such layer or head.
@@ -220,6 +223,7 @@ def skip_map(model: Any, token_ids: Sequence[int], *, threshold: float, layer: i
         window_size=call.window_size,
         softcap=call.softcap,
         sinks=None if call.sinks is None else call.sinks[head : head + 1],
+        dense_tail=dense_tail,
         return_kept_tiles=True,
     )
     assert out.kept_tiles is not None
@@ -305,8 +309,10 @@ def inspect_prompt(
     rule = resolve_rules(
         settings.get("profile"), settings.get("target_sparsity"), settings.get("threshold"), None
     )["prefill"]
-    threshold = rule.for_length(len(ids))
-    tiles = skip_map(loaded.model, ids, threshold=threshold or 0.0, layer=layer, head=head)
+    threshold = rule.for_length(len(ids)) or 0.0
+    tiles = skip_map(
+        loaded.model, ids, threshold=threshold, layer=layer, head=head, dense_tail=rule.dense_tail
+    )
     out.mkdir(parents=True, exist_ok=True)
     target = float(settings.get("target_sparsity") or inspection.sparsity.get("prefill", 0.0))
     shape = (PREFILL_TILE.query or 1, PREFILL_TILE.key)
