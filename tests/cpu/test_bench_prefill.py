@@ -23,7 +23,7 @@ from blasst.bench.published import (
     peer_ratios,
     roofline_tflops,
 )
-from blasst.bench.record import BenchmarkRow, append_rows, environment, read_rows
+from blasst.bench.record import BenchmarkRow, append_rows, command_line, environment, read_rows
 from blasst.core.types import AttentionOutput, SkipCounts
 from blasst.evals.models import LoadedModel
 from blasst.report.speed import speed_figure
@@ -287,3 +287,19 @@ def test_capture_script_keeps_what_attention_is_given() -> None:
     assert model.config._attn_implementation != "blasst"
     with pytest.raises(ValueError, match="layer 2"):
         module.capture(LoadedModel(model, None, "tiny"), (1, 2), 2, "tiny")
+
+
+def test_a_row_names_files_without_the_folders_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [
+        "x",
+        "bench",
+        "decode",
+        "--out",
+        "/somewhere/rows.jsonl",
+        "--capture=/elsewhere/qkv.pt",
+        "--seqlens",
+        "1,2",
+    ]
+    monkeypatch.setattr("sys.argv", [*words, "here/too.jsonl"])
+    wanted = "blasst bench decode --out rows.jsonl --capture=qkv.pt --seqlens 1,2 here/too.jsonl"
+    assert command_line() == wanted

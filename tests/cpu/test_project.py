@@ -257,10 +257,6 @@ def test_files_name_no_machine_paths_and_no_registry_hosts() -> None:
     files = [ROOT / name for name in listed.stdout.splitlines()] if listed.returncode == 0 else DOCUMENTS
     hits = []
     for path in files:
-        if (
-            path.is_file()
-            and path != Path(__file__)
-            and path.suffix in (".py", ".md", ".toml", ".json", ".cu", ".cuh", "")
-        ):
+        if path.is_file() and path != Path(__file__) and path.suffix != ".png":
             hits += [f"{path}: {m[0]}" for m in pattern.finditer(path.read_text(errors="replace"))]
     assert hits == []

@@ -114,8 +114,12 @@ def row_fields(row: BenchmarkRow) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The blasst command of this process, to be written into a row."""
-    return " ".join(["blasst", *sys.argv[1:]])
+    """The blasst command of this process, to be written into a row; of an absolute path only the name."""
+    words = ["blasst"]
+    for argument in sys.argv[1:]:
+        option, equals, value = argument.rpartition("=")
+        words.append(option + equals + (Path(value).name if Path(value).is_absolute() else value))
+    return " ".join(words)
 
 
 def _package_version(name: str) -> str | None:

@@ -104,6 +104,19 @@ def transformers_sparsity(loaded: LoadedModel, prompt: list[int], chunk: int) ->
     }
 
 
+def assert_sparsity_of_transformers(
+    engine: str, result: Result, loaded: LoadedModel, prompt: list[int], chunk: int
+) -> None:
+    """The engine, fed in such chunks, skipped what the transformers integration skips with the same ones."""
+    wanted = transformers_sparsity(loaded, prompt, chunk)
+    assert result.totals is not None
+    for phase in PHASES:
+        skipped, visited = result.totals[phase]
+        print(f"chunk {chunk}, {phase}: {engine} {skipped / visited:.4f}, transformers {wanted[phase]:.4f}")
+        assert abs(skipped / visited - wanted[phase]) <= 0.05
+        assert skipped > 0.3 * visited
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -6,7 +6,15 @@ import re
 from collections.abc import Callable
 
 import pytest
-from serving_parts import LENGTHS, NEW_TOKENS, PROFILE, Result, expected_tiles, prompts, transformers_sparsity
+from serving_parts import (
+    LENGTHS,
+    NEW_TOKENS,
+    PROFILE,
+    Result,
+    assert_sparsity_of_transformers,
+    expected_tiles,
+    prompts,
+)
 from sglang_parts import NO_PLUGIN
 
 from blasst.core.types import PHASES
@@ -66,14 +74,8 @@ def test_sparsity_at_6k_is_that_of_the_transformers_integration(
     chunk: int, run_engine: Run, prose: list[int], smollm2: LoadedModel
 ) -> None:
     prompt = prose[3000:9000]
-    wanted = transformers_sparsity(smollm2, prompt, chunk)
     result = run_engine([[prompt]], HALF, NEW_TOKENS, True, chunked_prefill_size=chunk)
-    assert result.totals is not None
-    for phase in PHASES:
-        skipped, visited = result.totals[phase]
-        print(f"chunk {chunk}, {phase}: SGLang {skipped / visited:.4f}, transformers {wanted[phase]:.4f}")
-        assert abs(skipped / visited - wanted[phase]) <= 0.05
-        assert skipped > 0.3 * visited
+    assert_sparsity_of_transformers("SGLang", result, smollm2, prompt, chunk)
 
 
 def test_a_needle_at_4k_is_found_at_half_the_tiles(run_engine: Run, smollm2: LoadedModel) -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from serving_parts import LENGTHS, NEW_TOKENS, PROFILE, Result, expected_tiles, prompts, transformers_sparsity
+from serving_parts import (
+    LENGTHS,
+    NEW_TOKENS,
+    PROFILE,
+    Result,
+    assert_sparsity_of_transformers,
+    expected_tiles,
+    prompts,
+)
 
 from blasst.core.types import PHASES
 from blasst.evals.chat import item_tokens, token_counter
@@ -51,7 +59,6 @@ def test_sparsity_at_6k_is_that_of_the_transformers_integration(
     chunk: int, run_engine: Run, prose: list[int], smollm2: LoadedModel
 ) -> None:
     prompt = prose[3000:9000]
-    wanted = transformers_sparsity(smollm2, prompt, chunk)
     result = run_engine(
         [[prompt]],
         {"profile": str(PROFILE), "target_sparsity": 0.5},
@@ -59,12 +66,7 @@ def test_sparsity_at_6k_is_that_of_the_transformers_integration(
         ignore_eos=True,
         max_num_batched_tokens=chunk,
     )
-    assert result.totals is not None
-    for phase in PHASES:
-        skipped, visited = result.totals[phase]
-        print(f"chunk {chunk}, {phase}: vLLM {skipped / visited:.4f}, transformers {wanted[phase]:.4f}")
-        assert abs(skipped / visited - wanted[phase]) <= 0.05
-        assert skipped > 0.3 * visited
+    assert_sparsity_of_transformers("vLLM", result, smollm2, prompt, chunk)
 
 
 def test_a_needle_at_4k_is_found_at_half_the_tiles(run_engine: Run, smollm2: LoadedModel) -> None:
