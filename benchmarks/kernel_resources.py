@@ -18,10 +18,11 @@ RULES = ("SKIP", "MASS", "BUDGET", "SOFTCAP", "PAGED", "FP8")
 
 
 def dynamic_shared(file: str, build: dict[str, int]) -> int:
-    """Bytes of shared memory that a launch asks for: decode with as many CTAs on a multiprocessor as fit."""
+    """Bytes of shared memory that a launch asks for: decode with as many CTAs as it is for."""
     if file == prefill.FILE:
         return prefill.shared_bytes(build)
-    return decode.shared_bytes(build, decode.stages(build, build["CTAS"]))
+    few = build["SLOTS"] == decode.SLOTS_ALONE
+    return decode.shared_bytes(build, decode.stages(build, 1 if few else 1_000_000))
 
 
 def name_of(build: dict[str, int]) -> str:

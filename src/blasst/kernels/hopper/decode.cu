@@ -5,11 +5,14 @@
 // rows, 64 each) scores them: K is the A operand (64 keys = M), Q the B operand (rows = N). The decision of a tile
 // needs the anchors alone (docs/method.md), the first and the last two visible tiles: the first split scores them and
 // tells the others the maximum of each row. A split that hears nothing for a while scores them itself, with the same
-// result, so none depends on another. Only for a kept tile V is fetched, and P.V follows up to kLag kept tiles later,
-// so nobody waits for the load. While a tile is decided, the tensor cores score the next one. Exponents are taken
-// relative to the maximum of the first kept tile; where a later one lies far above it, the base is raised. Split
-// boundaries are a function of the sequence's length alone. The last CTA of a KV head combines the splits in their
-// order.
+// result, so none depends on another. The producer hears of the vote on a tile and fetches V only if it is kept;
+// P.V follows up to kLag kept tiles later, so nobody waits for the load. While a tile is decided, the tensor cores score
+// the next one. Exponents are taken relative to the maximum of the first kept tile; where a later one lies far above it,
+// the base is raised. Split boundaries are a function of the sequence's length alone. The last CTA of a KV head combines
+// the splits in their order.
+//
+// Few warps share a scheduler, so each instruction of a step counts: bounds of what is masked are worked out before the
+// loop, and addresses are made uniform.
 //
 // fp8 caches: K goes through registers, where e4m3 becomes f16 (exact), and so does V. The columns of Q are stored
 // in the order in which a thread finds them in its piece of a K row; rows of a bf16 Q are scaled by a power of two into
@@ -23,6 +26,7 @@
 #endif
 
 #define kInfinity __int_as_float(0x7F800000)
+#define kNaN __int_as_float(0x7FFFFFFF)
 
 namespace {
 
@@ -32,7 +36,7 @@ constexpr int kColumns = kRows / kGroups;    // rows of a warpgroup: columns of 
 constexpr int kConsumers = 128 * kGroups;
 // Two warpgroups of 64 rows need more registers than 168: then the producer warp brings a warpgroup that lends its own.
 constexpr int kThreads = kConsumers + (kGroups == 2 ? 128 : 32);
-constexpr int kLaunchRegisters = 168, kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of the 168 that each has at launch
 constexpr int kKeys = 64;
 constexpr int kRowBytes = 128;                              // of a chunk of a row in shared memory
 constexpr int kChunks = (HEAD_DIM + 63) / 64;               // of Q, and of O^T
@@ -43,21 +47,26 @@ constexpr u32 kQueryChunkBytes = kRows * kRowBytes;
 constexpr u32 kQueryBytes = kChunks * kQueryChunkBytes;
 constexpr u32 kWeightBytes = kRows * kKeys * 2;
 constexpr int kMaxStages = 12;
+constexpr int kDecisions = 16;         // of tiles that the producer has not heard of: less than the ring and two
 constexpr int kSlots = SLOTS;          // kept tiles whose P.V is still to come
 constexpr int kScores = kColumns / 2;  // registers of the scores of one tile, and of 64 rows of O^T
 constexpr int kOwn = kColumns / 4;     // rows of which a thread sees scores
 constexpr int kMaxSplits = 32;
 constexpr int kPart = HEAD_DIM + 4;    // of a row: O, base, sum, bound, base of the bound
 constexpr int kWords = 1 + MASS;       // of a row's message: maximum over the anchors, sum
+constexpr int kWidth = HEAD_DIM == 64 ? 2 : 4;  // numbers of O that a lane combines
+// Splits of which it asks for them at a time, as registers allow.
+constexpr int kFlight = CTAS > 2 ? 8 : ROWS > 8 || MASS ? 16 : 32;
 [[maybe_unused]] constexpr int kPatience = PATIENCE;  // times that a message is looked for
-constexpr int kVoteBarrier = 1, kLentBarrier = 2, kEndBarrier = 3;  // 0 is __syncthreads
+constexpr int kVoteBarrier = 1;  // 0 is __syncthreads
 // Exponents may exceed the base by this much (base 2) before it is raised: P must stay finite in its dtype.
 constexpr float kHeadroom = BF16 && !FP8 ? 32.f : 12.f;
 // Tiles by which P.V follows: one slot is free at every vote. A dense build fetches V ahead instead.
 constexpr int kLag = SKIP ? kSlots - 2 : 0;
-constexpr bool kSharedJob = ROWS > 32 || (ROWS == 32 && MASS && FP8);
+constexpr bool kSharedJob = ROWS > 32 || CTAS > 2 || (ROWS == 32 && FP8);
 // The vote has branches, or its registers are not there while the next scores are in flight.
 constexpr bool kVoteAlone = SKIP && (MASS || ROWS > 64);
+constexpr float kLn2 = 0.693147182f;
 constexpr float kNoBase = -1e30f;  // of a row that has seen nothing
 
 // Keys from `low` to before `high`.
@@ -68,7 +77,9 @@ struct Range {
 
 struct Shared {
     u64 key_full[kMaxStages], key_empty[kMaxStages], value_full[kSlots], value_empty[kSlots];
-    u64 parts_full;
+    u64 decided[kDecisions];
+    int first_slot;  // for V
+    u8 keeps[kDecisions];
     int raise[2];  // of even and odd tiles: tile + 1 if it lies above the base
     float maxima[4 * kGroups][kColumns];  // of each warp
     float sums[4 * kGroups][kColumns];
@@ -81,7 +92,6 @@ struct Shared {
     float factor[kRows];  // of their scores
 #endif
     alignas(8) u8 job[96];  // struct Job, where registers are scarce
-    int last;
     alignas(16) float nothing[kPart], waste[4 * 32];  // read and written where nothing shall come of it
 };
 
@@ -148,6 +158,7 @@ struct Job {
     int head_anchors;       // tiles from `first` that are anchors
     int tail_anchor;        // tiles from here on are anchors
     int begin, end;         // tiles of this split
+    Range inner;            // tiles of which all rows see all keys
     int anchors;
 
     // used, leftpad: as read from the device, where nothing was checked: they must not lead beyond the cache or the grid.
@@ -177,6 +188,8 @@ struct Job {
         const int tiles = last - first + 1;
         const int each = max(p.min_tiles, (tiles + p.wanted_splits - 1) / p.wanted_splits);
         splits = max((tiles + each - 1) / each, 1);
+        inner = {(max(shift + p.tokens - 1 - p.window_left, 0) + kKeys - 1) / kKeys,
+                 max(min(shift + p.window_right + 1, keys), 0) / kKeys};
         begin = first + split * each;
         end = min(begin + each, last + 1);
         anchors = head_anchors + max(last + 1 - tail_anchor, 0);
@@ -197,11 +210,7 @@ struct Job {
         return {max(position - p.window_left, 0), min(position + p.window_right + 1, keys)};
     }
     // Whether some row does not see some key of the tile.
-    __device__ __forceinline__ bool edge(const Params& p, int tile) const {
-        const int shift = keys - p.tokens;
-        return tile * kKeys < shift + p.tokens - 1 - p.window_left ||
-               (tile + 1) * kKeys > min(shift + p.window_right + 1, keys);
-    }
+    __device__ __forceinline__ bool edge(int tile) const { return tile < inner.low || tile >= inner.high; }
     __device__ __forceinline__ i64 head(const Params& p) const {
         return static_cast<i64>(sequence) * p.num_kv_heads + kv_head;
     }
@@ -236,6 +245,14 @@ __device__ __forceinline__ void load_tile(
         }
     }
 }
+
+// Of an operand that begins so many bytes later; the addition never carries out of the address.
+__device__ __forceinline__ u64 later(u64 descriptor, u32 bytes) {
+    return (descriptor & 0xFFFFFFFF00000000) | (static_cast<u32>(descriptor) + (bytes >> 4));
+}
+
+// The same in all lanes, which the compiler does not see otherwise.
+__device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(0xFFFFFFFF, x, 0); }
 
 __device__ __forceinline__ float finite(float maximum) { return maximum == -kInfinity ? 0.f : maximum; }
 
@@ -340,6 +357,7 @@ struct Consumer {
     const u32 query, keys, values, weights;  // in shared memory; query and weights: from this warpgroup's rows on
     Ring ring;
     float cut;
+    u32 exists[kOwn];   // all bits or none: whether there is such a row
     float bound[kOwn];  // scores below it need not be kept
     float base[kOwn];   // of the exponents, base 2; the splits may differ
     float sum[kOwn];    // over this thread's keys
@@ -397,7 +415,7 @@ struct Consumer {
             for (int i = 0; i < kTogether; ++i) {
                 const int step = from + i;
                 Wgmma<kColumns>::rs<0>(s, a[i][0], a[i][1], a[i][2], a[i][3],
-                                       b + ((step / 4 * kQueryChunkBytes + step % 4 * 32) >> 4), step > 0);
+                                       later(b, step / 4 * kQueryChunkBytes + step % 4 * 32), step > 0);
             }
             if (kGroups == 2) {
                 wgmma_commit();
@@ -406,12 +424,12 @@ struct Consumer {
             }
         }
 #else
-        const u64 a = matrix_descriptor(tile, 0);
+        const u64 a = matrix_descriptor(uniform(tile), 0);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; ++i) {
-            Wgmma<kColumns>::ss<0, 0>(s, a + ((i / 4 * kTileChunkBytes + i % 4 * 32) >> 4),
-                                      b + ((i / 4 * kQueryChunkBytes + i % 4 * 32) >> 4), i > 0);
+            Wgmma<kColumns>::ss<0, 0>(s, later(a, i / 4 * kTileChunkBytes + i % 4 * 32),
+                                      later(b, i / 4 * kQueryChunkBytes + i % 4 * 32), i > 0);
         }
 #endif
         wgmma_commit();
@@ -437,6 +455,12 @@ struct Consumer {
         end_scores(job.begin, s);
     }
 
+    // The larger of a row's two scores in this thread. A row that does not exist has 0, whatever K holds.
+    __device__ __forceinline__ float larger(const float (&s)[kScores], int own) const {
+        const float x = max_or_nan(of(s, own, 0), of(s, own, 1));
+        return __uint_as_float(__float_as_uint(x) & exists[own]);
+    }
+
     // From products to scores: scale of fp8, softcap, masks.
     __device__ __forceinline__ void finish_scores(int tile, float (&s)[kScores]) const {
 #if FP8
@@ -446,14 +470,14 @@ struct Consumer {
             for (int half = 0; half < 2; ++half) s[own / 2 * 4 + 2 * half + own % 2] *= shared.factor[row(own)];
         }
 #endif
-        if (p.score_cap > 0.f) {
+        if (__builtin_expect(p.score_cap > 0.f, 0)) {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) {
                 const float twice = exp2_fast(s[i] * p.score_factor);
                 s[i] = __fmaf_rn(p.score_cap, -2.f / (twice + 1.f), p.score_cap);
             }
         }
-        if (job.edge(p, tile)) mask(tile, s);
+        if (__builtin_expect(job.edge(tile), 0)) mask(tile, s);
     }
 
     __device__ __forceinline__ void mask(int tile, float (&s)[kScores]) const {
@@ -629,7 +653,7 @@ struct Consumer {
         }
         if (leads && job.splits > 1) tell();
 #pragma unroll
-        for (int own = 0; own < kOwn; ++own) bound[own] = shared_maximum(column(own)) + cut;
+        for (int own = 0; own < kOwn; ++own) bound[own] = exists[own] ? shared_maximum(column(own)) + cut : kInfinity;
 #if MASS
         if (thread() < kColumns) {
             const int r = w * kColumns + thread();
@@ -667,7 +691,7 @@ struct Consumer {
         wait_for_slot();
         if (done == leading) clear_values(place, 0, job.seen.low % kKeys);
         if (done == ragged) clear_values(place, job.seen.high % kKeys, kKeys);
-        const u64 b = matrix_descriptor(weights + slot * kWeightBytes, 0);
+        const u64 b = matrix_descriptor(uniform(weights + slot * kWeightBytes), 0);
 #if FP8
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -687,7 +711,7 @@ struct Consumer {
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < kKeys / 16; ++i) {
-                Wgmma<kColumns>::rs<0>(o[chunk], a[i][0], a[i][1], a[i][2], a[i][3], b + ((i * 32) >> 4), 1);
+                Wgmma<kColumns>::rs<0>(o[chunk], a[i][0], a[i][1], a[i][2], a[i][3], later(b, i * 32), 1);
             }
             if (kGroups == 2) {  // the operands of both chunks do not fit
                 wgmma_commit();
@@ -699,10 +723,10 @@ struct Consumer {
         wgmma_fence();
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
-            const u64 a = matrix_descriptor(place + chunk * kTileChunkBytes, kTileChunkBytes);
+            const u64 a = matrix_descriptor(uniform(place) + chunk * kTileChunkBytes, kTileChunkBytes);
 #pragma unroll
             for (int i = 0; i < kKeys / 16; ++i) {
-                Wgmma<kColumns>::ss<1, 0>(o[chunk], a + ((i * 16 * kRowBytes) >> 4), b + ((i * 32) >> 4), 1);
+                Wgmma<kColumns>::ss<1, 0>(o[chunk], later(a, i * 16 * kRowBytes), later(b, i * 32), 1);
             }
         }
 #endif
@@ -779,49 +803,50 @@ struct Consumer {
     }
 #else
     // Whether the tile goes. Without a branch: the next scores are in flight.
-    __device__ __forceinline__ bool vote(int tile, const float (&s)[kScores]) {
+    __device__ __forceinline__ bool vote(int tile, const float (&top)[kOwn]) {
         bool agree = !job.is_anchor(tile);
-        const bool edge = job.edge(p, tile);  // what a row does not see has no say
+        const float hidden = job.edge(tile) ? -kInfinity : kNaN;  // what a row does not see has no say
 #pragma unroll
-        for (int own = 0; own < kOwn; ++own) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float x = of(s, own, half);
-                agree &= x < bound[own] | (edge & x == -kInfinity) | row(own) >= rows();
-            }
-        }
+        for (int own = 0; own < kOwn; ++own) agree &= top[own] < bound[own] | top[own] == hidden;
         return named_all(kVoteBarrier, kConsumers, agree);
     }
 #endif
+
+    __device__ __forceinline__ void tell_producer(int tile, bool keeps) const {
+        const int place = (tile - job.begin) % kDecisions;
+        shared.keeps[place] = keeps;
+        barrier_arrive(shared_address(&shared.decided[place]));
+    }
 
     __device__ __forceinline__ void step(int tile, float (&next)[kScores]) {
         float s[kScores];
 #pragma unroll
         for (int i = 0; i < kScores; ++i) s[i] = next[i];
         finish_scores(tile, s);
+        float top[kOwn];
         bool over = false;
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) {
-            const float top = fmaxf(of(s, own, 0), of(s, own, 1));
-            over |= __fmaf_rn(top, p.scale_log2, -base[own]) > kHeadroom && row(own) < rows();
+            top[own] = larger(s, own);
+            over |= __fmaf_rn(top[own], p.scale_log2, -base[own]) > kHeadroom;
         }
         if (over) shared.raise[tile % 2] = tile + 1;
         begin_scores(tile + 1, next);
         if (kVoteAlone) end_scores(tile + 1, next);
-#if SKIP
+#if SKIP && MASS
         const bool dead = vote(tile, s);
+#elif SKIP
+        const bool dead = vote(tile, top);
 #else
         const bool dead = false;
         meet();
 #endif
+        if (SKIP && threadIdx.x == 0) tell_producer(tile, !dead);
         if (!kVoteAlone) end_scores(tile + 1, next);
         if (dead) {
             ++skipped;
             return;
         }
-#if SKIP
-        fetch(&p.v, kPassThrough, tile);
-#endif
         if (p.kept != nullptr && threadIdx.x == 0) p.kept[job.head(p) * p.key_tiles + tile] = 1;
         if (p.guard_values && tile * kKeys < job.seen.low) leading = issued;
         if (p.guard_values && (tile + 1) * kKeys > job.seen.high) ragged = issued;
@@ -877,6 +902,8 @@ struct Consumer {
     __device__ __forceinline__ void run([[maybe_unused]] float threshold) {
         float next[kScores];
         if (SKIP && job.split == 0) issued = min(job.anchors, kSlots);  // the producer fetches them
+#pragma unroll
+        for (int own = 0; own < kOwn; ++own) exists[own] = row(own) < rows() ? 0xFFFFFFFF : 0;
         load_queries(p, shared, job, query - w * kColumns * kRowBytes);
         meet();
 #if SKIP
@@ -900,7 +927,7 @@ struct Consumer {
 #endif
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) {
-            base[own] = kNoBase;
+            base[own] = exists[own] ? kNoBase : -kNoBase;  // weights of a row that does not exist are 0
             sum[own] = 0.f;
         }
 #pragma unroll
@@ -908,6 +935,7 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) o[chunk][i] = 0.f;
         }
+        if (SKIP && threadIdx.x == 0) shared.first_slot = issued % kSlots;
         for (int tile = job.begin; tile < job.end; ++tile) step(tile, next);
         meet();  // the last weights are there
         while (done < issued) drain();
@@ -919,37 +947,52 @@ struct Consumer {
     }
 };
 
-// Fetch K of the split. The first split brings K of the anchors before it, into the slots, which V does not need yet; a
-// dense build needs no anchors, and V of every tile.
+// Fetch K of the split, and V: in a dense build of every tile, else of the tiles that are kept, as the consumers tell.
+// The first split brings K of the anchors before that, into the slots, which V does not need
+// yet.
 __device__ __forceinline__ void produce(const Params& p, Shared& shared, const Job& job, u32 keys, u32 values) {
     const int lane = threadIdx.x % 32;
     Ring ring;
+    int slot = 0;
+    const auto load_keys = [&](int tile) {
+        barrier_wait(shared_address(&shared.key_empty[ring.stage]), ring.phase ^ 1);
+        load_tile(p, &p.k, kPassThrough, job, tile, keys + ring.stage * kTileBytes,
+                  shared_address(&shared.key_full[ring.stage]), lane);
+        __syncwarp();
+        ring.next(p);
+    };
+    const auto load_values = [&](int tile) {
+        load_tile(p, &p.v, kPassThrough, job, tile, values + slot * kTileBytes, shared_address(&shared.value_full[slot]),
+                  lane);
+        __syncwarp();
+        if (++slot == kSlots) slot = 0;
+    };
 #if SKIP
     for (int i = 0; job.split == 0 && i < min(job.anchors, kSlots); ++i) {
         load_tile(p, &p.k, kKeepInCache, job, job.anchor(i), values + i * kTileBytes,
                   shared_address(&shared.value_full[i]), lane);
         __syncwarp();
     }
-#else
-    int slot = 0;
-    u32 slot_phase = 0;
-#endif
-    for (int tile = job.begin; tile < job.end; ++tile, ring.next(p)) {
-        barrier_wait(shared_address(&shared.key_empty[ring.stage]), ring.phase ^ 1);
-        load_tile(p, &p.k, kPassThrough, job, tile, keys + ring.stage * kTileBytes,
-                  shared_address(&shared.key_full[ring.stage]), lane);
-        __syncwarp();
-#if !SKIP
-        barrier_wait(shared_address(&shared.value_empty[slot]), slot_phase ^ 1);
-        load_tile(p, &p.v, kPassThrough, job, tile, values + slot * kTileBytes, shared_address(&shared.value_full[slot]),
-                  lane);
-        __syncwarp();
-        if (++slot == kSlots) {
-            slot = 0;
-            slot_phase ^= 1;
+    // The first tile is scored before the vote on it, the next one beside each vote: then the place of its K is free.
+    int asked = job.begin;
+    for (int tile = job.begin - 1; tile < job.end; ++tile) {
+        if (tile >= job.begin) {
+            const u32 place = (tile - job.begin) % kDecisions, turn = (tile - job.begin) / kDecisions;
+            barrier_wait(shared_address(&shared.decided[place]), turn % 2);
+            if (tile == job.begin) slot = shared.first_slot;
+            if (shared.keeps[place]) load_values(tile);
         }
-#endif
+        for (; asked < min(tile + 2 + p.stages, job.end); ++asked) load_keys(asked);
     }
+#else
+    u32 slot_phase = 0;
+    for (int tile = job.begin; tile < job.end; ++tile) {
+        load_keys(tile);
+        barrier_wait(shared_address(&shared.value_empty[slot]), slot_phase ^ 1);
+        load_values(tile);
+        if (slot == 0) slot_phase ^= 1;
+    }
+#endif
 }
 
 __device__ __forceinline__ float sink_log2(const Params& p, const Job& job, int row) {
@@ -957,107 +1000,104 @@ __device__ __forceinline__ float sink_log2(const Params& p, const Job& job, int 
     return p.sinks[job.kv_head * p.group + row % p.group] / p.unit * p.scale_log2;
 }
 
-// All splits in their order. Their partial results come into shared memory, as many rows at once as there is room for:
-// `room` bytes from `memory`. Not `real`: one warp runs through it and nothing comes of it, but its code is then at hand.
-__device__ __forceinline__ void combine(
-    const Params& p, Shared& shared, const Job& job, u8* memory, u32 room, bool real) {
-    constexpr int kPieces = HEAD_DIM / 4;
-    constexpr u32 kRowPart = kPart * 4;  // bytes
-    static_assert(kMaxSplits == 32);     // a lane each
-    const int lane = threadIdx.x % 32, thread = real ? threadIdx.x : lane;
-    const int rows = real ? p.tokens * p.group : 1, splits = job.splits;
-    const u32 barrier = shared_address(&shared.parts_full);
-    const int together = min(rows, static_cast<int>(room / (splits * kRowPart)));
-    const float* parts = real ? reinterpret_cast<const float*>(memory) : shared.nothing;  // (splits, together, kPart)
-    const int step = real ? together * kPart : 0;
+// Numbers of a partial result, several loads of them to be under way at a time; 0 if there are none.
+template <int kNumbers = kWidth>
+__device__ __forceinline__ void load_numbers(const float* place, bool there, float (&x)[4]) {
+    x[2] = x[3] = 0.f;
+    if (kNumbers == 4) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.s32 p, %5, 0; mov.f32 %0, 0f00000000; mov.f32 %1, 0f00000000;"
+            " mov.f32 %2, 0f00000000; mov.f32 %3, 0f00000000; @p ld.v4.f32 {%0, %1, %2, %3}, [%4];}"
+            : "=&f"(x[0]), "=&f"(x[1]), "=&f"(x[2]), "=&f"(x[3])
+            : "l"(place), "r"(static_cast<int>(there))
+            : "memory");
+    } else {
+        asm volatile(
+            "{.reg .pred p; setp.ne.s32 p, %3, 0; mov.f32 %0, 0f00000000; mov.f32 %1, 0f00000000;"
+            " @p ld.v2.f32 {%0, %1}, [%2];}"
+            : "=&f"(x[0]), "=&f"(x[1])
+            : "l"(place), "r"(static_cast<int>(there))
+            : "memory");
+    }
+}
+
+// All splits in their order, a warp for a row. Not `real`: one warp runs through it and nothing comes of it, but its
+// code is then at hand.
+__device__ __forceinline__ void combine(const Params& p, Shared& shared, const Job& job, bool real) {
+    static_assert(kMaxSplits == 32 && 32 % kFlight == 0);  // a lane each
+    const int lane = threadIdx.x % 32, rows = real ? p.tokens * p.group : 1, splits = job.splits;
+    const i64 step = real ? rows * kPart : 0;
     float* const waste = shared.waste + 4 * lane;
     float v_descale = 1.f;
     if (p.v_descale != nullptr) {
         v_descale = p.v_descale[static_cast<i64>(job.sequence) * p.v_descale_stride_b +
                                 job.kv_head * p.v_descale_stride_h];
     }
-    u32 phase = 0;
-    for (int from = 0; from < rows; from += together, phase ^= 1) {
-        const int count = min(together, rows - from);
-        if (thread < 32 && real) {
-            all_proxies_fence();
-            if (lane == 0) barrier_expect(barrier, splits * count * kRowPart);
-            __syncwarp();
-            if (lane < splits) {
-                const float* source = p.partial + ((job.head(p) * p.splits + lane) * rows + from) * kPart;
-                bulk_load(shared_address(parts + lane * step), source, count * kRowPart, barrier);
-            }
-        }
-        if (real) barrier_wait(barrier, phase);
-        for (int i = thread / 32; i < count; i += kThreads / 32) {  // a warp for a row
-            const float* end = parts + min(lane, splits - 1) * step + i * kPart + HEAD_DIM;  // base, sum, bound, its base
-            float* target = real ? const_cast<float*>(end) : waste;
-            const bool mine = lane < splits;
-            const float base = mine ? end[0] : kNoBase, sink = sink_log2(p, job, from + i);
-            float top = max_or_nan(sink, base);
+#pragma unroll 1
+    for (int r = real ? threadIdx.x / 32 : 0; r < rows; r += kConsumers / 32) {
+        const float* part = real ? p.partial + (job.head(p) * p.splits * rows + r) * kPart : shared.nothing;
+        const bool wide = lane * kWidth < HEAD_DIM;
+        float end[4], x[4] = {0.f, 0.f, 0.f, 0.f}, y[kFlight][4];
+        load_numbers<4>(part + lane * step + HEAD_DIM, lane < splits, end);  // base, sum, bound, its base
+        const float* piece = part + lane * kWidth;
+        const auto ask = [&](int from) {
 #pragma unroll
-            for (int other = 16; other > 0; other /= 2) top = max_or_nan(top, __shfl_xor_sync(0xFFFFFFFF, top, other));
-            const float factor = exp2_fast(base - top);
-            float sum = mine ? end[1] * factor : 0.f;
+            for (int i = 0; i < kFlight; ++i, piece += step) load_numbers(piece, wide && from + i < splits, y[i]);
+        };
+        ask(0);
+        const float base = lane < splits ? end[0] : kNoBase, sink = sink_log2(p, job, r);
+        float top = max_or_nan(sink, base);
+#pragma unroll
+        for (int other = 16; other > 0; other /= 2) top = max_or_nan(top, __shfl_xor_sync(0xFFFFFFFF, top, other));
+        const float factor = exp2_fast(base - top);
+        float sum = end[1] * factor;
 #if MASS
-            float bound = mine ? end[2] : 0.f;
+        float bound = end[2];
 #endif
 #pragma unroll
-            for (int other = 16; other > 0; other /= 2) {
-                sum += __shfl_xor_sync(0xFFFFFFFF, sum, other);
+        for (int other = 16; other > 0; other /= 2) {
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, other);
 #if MASS
-                bound += __shfl_xor_sync(0xFFFFFFFF, bound, other);
+            bound += __shfl_xor_sync(0xFFFFFFFF, bound, other);
 #endif
-            }
-            if (sink > -kInfinity) sum += exp2_fast(sink - top);
-            if (mine) target[0] = factor;
-            if (lane == 0) {  // of the first split: for the whole row from here on
-                target[1] = sum;
-                target[2] = top;
-#if MASS
-                if (bound != 0.f) bound *= exp2_fast(end[3] - top);
-                target[3] = bound == 0.f ? 0.f : bound / (bound + sum);
-#endif
-            }
         }
-        if (real) named_sync(kEndBarrier, kThreads);
-        // By the last threads, which often have no part in the rest.
-        for (int i = real ? kThreads - 1 - thread : lane; i < count; i += kThreads) {
-            const int r = from + i, query_head = job.kv_head * p.group + r % p.group;
-            const float* end = parts + i * kPart + HEAD_DIM;
-            const float sum = end[1], top = end[2];
-            float lse = sum == 0.f ? -kInfinity : (top / p.scale_log2) * p.unit + logf(sum);
-            if (top == sink_log2(p, job, r) && sum == 1.f) lse = p.sinks[query_head];
+        if (sink > -kInfinity) sum += exp2_fast(sink - top);
+        const int query_head = job.kv_head * p.group + r % p.group;
+        if (lane == 0) {
+            float lse = sum == 0.f ? -kInfinity : (top + log2_fast(sum)) * kLn2;
+            if (top == sink && sum == 1.f) lse = p.sinks[query_head];
             const i64 place = job.sequence * p.lse_stride_b + query_head * p.lse_stride_h + r / p.group;
             if (p.lse != nullptr) *(real ? p.lse + place : waste) = lse;
 #if MASS
-            if (p.mass_bound != nullptr) *(real ? p.mass_bound + place : waste) = end[3];
+            if (bound != 0.f) bound *= exp2_fast(end[3] - top);
+            if (p.mass_bound != nullptr) {
+                *(real ? p.mass_bound + place : waste) = bound == 0.f ? 0.f : bound / (bound + sum);
+            }
 #endif
         }
-        for (int i = thread; i < count * kPieces; i += kThreads) {
-            const int r = from + i / kPieces, d = i % kPieces * 4;
-            const float* part = parts + i / kPieces * kPart;
-            const float sum = part[HEAD_DIM + 1];
-            float x[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 8
-            for (int split = 0; split < splits; ++split, part += step) {
-                const float factor = part[HEAD_DIM];
-                const float4 y = *reinterpret_cast<const float4*>(part + d);
-                x[0] = __fmaf_rn(y.x, factor, x[0]);
-                x[1] = __fmaf_rn(y.y, factor, x[1]);
-                x[2] = __fmaf_rn(y.z, factor, x[2]);
-                x[3] = __fmaf_rn(y.w, factor, x[3]);
+#pragma unroll 1
+        for (int from = 0; from < min(splits, kMaxSplits); from += kFlight) {
+            if (from > 0) ask(from);
+#pragma unroll
+            for (int i = 0; i < kFlight; ++i) {
+                const float of_split = __shfl_sync(0xFFFFFFFF, factor, from + i);
+#pragma unroll
+                for (int d = 0; d < kWidth; ++d) x[d] = __fmaf_rn(y[i][d], of_split, x[d]);
             }
-            if (sum == 0.f) x[0] = x[1] = x[2] = x[3] = 0.f;  // saw nothing, but perhaps 0 x NaN
-            const float scale = sum == 0.f ? 0.f : v_descale / sum;
-            u16* out = static_cast<u16*>(p.out) + job.sequence * p.out_stride_b + r / p.group * p.out_stride_s +
-                       (job.kv_head * p.group + r % p.group) * p.out_stride_h + d;
-            if (!real) out = reinterpret_cast<u16*>(waste);
-            asm volatile("st.v2.b32 [%0], {%1, %2};" ::"l"(out), "r"(pack_out(x[0] * scale, x[1] * scale)),
-                         "r"(pack_out(x[2] * scale, x[3] * scale))
-                         : "memory");
         }
-        if (real) named_sync(kEndBarrier, kThreads);  // nobody reads what the next rows overwrite
+        if (sum == 0.f) x[0] = x[1] = x[2] = x[3] = 0.f;  // saw nothing, but perhaps 0 x NaN
+        const float scale = sum == 0.f ? 0.f : __fdividef(v_descale, sum);
+        u16* out = static_cast<u16*>(p.out) + job.sequence * p.out_stride_b + r / p.group * p.out_stride_s +
+                   query_head * p.out_stride_h + lane * kWidth;
+        if (!real) out = reinterpret_cast<u16*>(waste);
+        const u32 first = pack_out(x[0] * scale, x[1] * scale);
+        [[maybe_unused]] const u32 second = pack_out(x[2] * scale, x[3] * scale);
+        if (!wide) continue;
+        if (kWidth == 4) {
+            asm volatile("st.v2.b32 [%0], {%1, %2};" ::"l"(out), "r"(first), "r"(second) : "memory");
+        } else {
+            asm volatile("st.b32 [%0], %1;" ::"l"(out), "r"(first) : "memory");
+        }
     }
 }
 
@@ -1065,8 +1105,9 @@ __device__ __forceinline__ void combine(
 
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS) decode(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 memory[];
-    const int used = p.seqused != nullptr ? p.seqused[blockIdx.z] : p.seqlen_k;
-    const int leftpad = p.leftpad != nullptr ? p.leftpad[blockIdx.z] : 0;
+    // From one lane, so that the compiler knows that all of the warp goes the same way.
+    const int used = __shfl_sync(0xFFFFFFFF, p.seqused != nullptr ? p.seqused[blockIdx.z] : p.seqlen_k, 0);
+    const int leftpad = __shfl_sync(0xFFFFFFFF, p.leftpad != nullptr ? p.leftpad[blockIdx.z] : 0, 0);
     const float threshold = SKIP ? p.threshold[static_cast<i64>(blockIdx.z) * p.threshold_stride] : 0.f;
     const u32 query = shared_address(memory);
     const u32 keys = query + (kQueryBytes + 1023) / 1024 * 1024;
@@ -1085,7 +1126,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) decode(const __grid
             barrier_init(shared_address(&shared.value_full[i]), 1);
             barrier_init(shared_address(&shared.value_empty[i]), 4 * kGroups);
         }
-        barrier_init(shared_address(&shared.parts_full), 1);
+        for (int i = 0; SKIP && i < kDecisions; ++i) barrier_init(shared_address(&shared.decided[i]), 1);
         shared.raise[0] = shared.raise[1] = 0;
         barrier_init_fence();
     }
@@ -1097,39 +1138,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) decode(const __grid
     if (threadIdx.x >= kConsumers) {
         if (kGroups == 2) registers_down<kProducerRegisters>();
         if (threadIdx.x < kConsumers + 32) produce(p, shared, job, keys, values);
-        if (kGroups == 2) {
-            named_sync(kLentBarrier, kThreads);  // not before the consumers have what was lent
-            registers_up<kLaunchRegisters>();
-        }
+        if (kGroups == 2) return;
     } else {
-        if (kGroups == 2) {
-            registers_up<kConsumerRegisters>();
-            named_arrive(kLentBarrier, kThreads);
-        }
+        if (kGroups == 2) registers_up<kConsumerRegisters>();
         const int w = kGroups == 1 ? 0 : __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
         const u32 rows_before = w * kColumns * kRowBytes;
         Consumer{p, shared, job, w, query + rows_before, keys, values, weights + rows_before}.run(threshold);
-        if (kGroups == 2) registers_down<kLaunchRegisters>();
-        all_proxies_fence();
     }
-    // Before it waits for the others, the producer warp goes through what the last CTA has to do.
-    const bool rehearses = kGroups == 1 && threadIdx.x >= kConsumers;
+    // Before it ends, the producer warp goes through what the last CTA has to do.
+    const bool rehearses = threadIdx.x >= kConsumers;
 #pragma unroll 1
     for (int turn = rehearses ? 0 : 1; turn < 2; ++turn) {
         if (turn == 1) {
-            named_sync(kEndBarrier, kThreads);
+            if (rehearses) return;
+            named_sync(kVoteBarrier, kConsumers);
+            bool last = true;
             if (threadIdx.x == 0) {
                 int* arrivals = p.arrivals + job.head(p);
-                shared.last = add_acquire_release(arrivals, 1) == job.splits - 1;
-                if (shared.last) *arrivals = 0;
+                last = add_acquire_release(arrivals, 1) == job.splits - 1;
+                if (last) *arrivals = 0;
             }
-            named_sync(kEndBarrier, kThreads);
-            if (!shared.last) break;
+            if (!named_all(kVoteBarrier, kConsumers, last)) return;
 #if SKIP
             const int words = p.tokens * p.group * kWords;
-            for (int i = threadIdx.x; i < words; i += kThreads) p.messages[job.head(p) * words + i] = 0;
+            for (int i = threadIdx.x; i < words; i += kConsumers) p.messages[job.head(p) * words + i] = 0;
 #endif
         }
-        combine(p, shared, job, memory, shared_address(&shared) - query, turn == 1);
+        combine(p, shared, job, turn == 1);
     }
 }

@@ -39,8 +39,14 @@ _PROCESSORS = 132
 #: Shared memory of a multiprocessor; every CTA takes 1 KB of it besides its own.
 _SHARED_BYTES = 228 * 1024
 _CTA_BYTES = 1024
+#: Kept tiles whose P.V is still to come; V tiles under way in a dense build. There are more in one whose CTAs
+#: do not share multiprocessors; a skipping one gains nothing from that.
 _SLOTS = 3
+SLOTS_ALONE = 4
 _MAX_STAGES = 12
+#: K under way on a multiprocessor where all CTAs of a call run at once. More of it makes multiprocessors
+#: unequal, and the call lasts as long as the slowest.
+_BYTES_IN_ONE_WAVE = 64 * 1024
 
 _MAX_MAPS = 1024
 _MAX_BATCH = 65535  # the grid's third axis
@@ -128,7 +134,14 @@ def unsupported_reason(problem: AttentionProblem) -> str | None:
 
 
 def build(
-    head_dim: int, dtype: torch.dtype, rows: int, *, fp8: bool = False, skip: bool = True, mass: bool = False
+    head_dim: int,
+    dtype: torch.dtype,
+    rows: int,
+    *,
+    fp8: bool = False,
+    skip: bool = True,
+    mass: bool = False,
+    alone: bool = False,
 ) -> dict[str, int]:
     """What a build defines.
 
@@ -139,7 +152,9 @@ def build(
         fp8: whether the cache is float8_e4m3fn.
         skip: whether it skips.
         mass: whether it knows the mass bound (and the budget).
+        alone: whether no two CTAs share a multiprocessor, which then has room for more V.
     """
+    ctas = _CTAS[fp8].get(rows, 1)
     return {
         "HEAD_DIM": head_dim,
         "BF16": int(dtype == torch.bfloat16),
@@ -147,22 +162,28 @@ def build(
         "ROWS": rows,
         "SKIP": int(skip),
         "MASS": int(mass),
-        "SLOTS": _SLOTS,
-        "CTAS": _CTAS[fp8].get(rows, 1),
+        "SLOTS": SLOTS_ALONE if alone and not skip and not fp8 and ctas > 1 else _SLOTS,
+        "CTAS": ctas,
     }
 
 
-def stages(defined: dict[str, int], ctas: int) -> int:
-    """Depth of the ring of K tiles where so many CTAs share a multiprocessor."""
+def stages(defined: dict[str, int], count: int) -> int:
+    """Depth of the ring of K tiles in a call of so many CTAs."""
+    tile, most = _tile_bytes(defined), defined["CTAS"]
+    ctas = min(most, num_tiles(count, _PROCESSORS))
     free = _SHARED_BYTES // ctas - _CTA_BYTES - shared_bytes(defined, 0)
-    return min(free // _tile_bytes(defined), _MAX_STAGES)
+    wanted = _MAX_STAGES
+    if count <= most * _PROCESSORS:
+        wanted = max(_BYTES_IN_ONE_WAVE // (ctas * tile), 2)
+    return min(free // tile, wanted)
 
 
 def builds() -> Iterator[dict[str, int]]:
     """Every build that a call can ask for."""
     rules = ((False, False), (True, False), (True, True))
     for dim, dtype, fp8, rows, (skip, mass) in product(HEAD_DIMS, DTYPES, (False, True), ROWS, rules):
-        yield build(dim, dtype, rows, fp8=fp8, skip=skip, mass=mass)
+        made = [build(dim, dtype, rows, fp8=fp8, skip=skip, mass=mass, alone=x) for x in (False, True)]
+        yield from made[: 1 if made[0] == made[1] else 2]
 
 
 def _tile_bytes(defined: dict[str, int]) -> int:
@@ -187,11 +208,11 @@ def threads(defined: dict[str, int]) -> int:
 def state_bytes(defined: dict[str, int]) -> int:
     """Upper bound of struct Shared: barriers, then floats of each row."""
     per_row = 4 + 4 + 2 + 2 * defined["FP8"] + 16 * defined["MASS"]
-    return 640 + 4 * (defined["HEAD_DIM"] + 4 + 128) + 4 * per_row * defined["ROWS"]
+    return 832 + 4 * (defined["HEAD_DIM"] + 4 + 128) + 4 * per_row * defined["ROWS"]
 
 
-def macros(problem: AttentionProblem) -> dict[str, int]:
-    """The build for a problem."""
+def macros(problem: AttentionProblem, count: int) -> dict[str, int]:
+    """The build for a problem that takes so many CTAs."""
     skip = problem.threshold is not None
     rows = problem.max_seqlen_q * (problem.num_heads // problem.num_kv_heads)
     return build(
@@ -201,6 +222,7 @@ def macros(problem: AttentionProblem) -> dict[str, int]:
         fp8=problem.k.dtype == torch.float8_e4m3fn,
         skip=skip,
         mass=skip and (problem.want_mass_bound or problem.max_skipped_mass is not None),
+        alone=count <= _PROCESSORS,
     )
 
 
@@ -219,7 +241,7 @@ class Plan:
     def __init__(self, problem: AttentionProblem, *, wants_lse: bool = True) -> None:
         """Take what is needed of a call that this kernel can serve; compile or load the build."""
         q, k, table = problem.q, problem.k, problem.block_table
-        defined, self.device = macros(problem), q.device
+        self.device = q.device
         batch, kv_heads, group = (
             problem.batch_size,
             problem.num_kv_heads,
@@ -227,12 +249,13 @@ class Plan:
         )
         # Of the longest sequence, whose tiles begin at its first key: one more may be touched.
         splits = min(SPLITS, num_tiles(num_tiles(problem.max_seqlen_k, KEY_TILE) + 1, _MIN_TILES))
-        rows = group * q.shape[1]
+        rows, count = group * q.shape[1], batch * kv_heads * splits
+        defined = macros(problem, count)
         self._arrivals = batch * kv_heads + batch * kv_heads % 2  # whole 8 bytes
         words = batch * kv_heads * rows * (1 + defined["MASS"]) if defined["SKIP"] else 0
         self._counters = self._arrivals + 2 * words
-        depth = stages(defined, min(defined["CTAS"], num_tiles(batch * kv_heads * splits, _PROCESSORS)))
-        self._partial = batch * kv_heads * splits * rows * (problem.head_dim + 4)
+        depth = stages(defined, count)
+        self._partial = count * rows * (problem.head_dim + 4)
         self._box_rows = KEY_TILE if table is None else min(k.shape[1], KEY_TILE)
         self._out_shape, self._lse_shape = q.shape, (batch, problem.num_heads, q.shape[1])
         self._map_shape = map_shape(problem, DECODE_TILE)

@@ -809,8 +809,8 @@ struct Consumer {
         }
 #if SKIP
         const i64 place = static_cast<i64>(work().sequence) * p.threshold_stride;
-        const int rows = work().rows, end = min((2 * work().block + w + 1) * kRows, rows);
-        const bool skips = p.threshold != nullptr && end + p.dense_tail <= rows;
+        const int last = work().rows - p.dense_tail;  // behind it no row may lie of a tile that skips
+        const bool skips = p.threshold != nullptr && min((2 * work().block + w + 1) * kRows, work().rows) <= last;
         const float threshold = skips ? p.threshold[place] : 0.f;
         cut = threshold > 0.f ? logf(fminf(threshold, 1.f)) / p.unit : -kInfinity;
 #endif
