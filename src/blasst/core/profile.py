@@ -177,7 +177,7 @@ class Profile:
     ) -> dict[Phase, float]:
         """The phases that are to skip, with their targets: what a file for another engine may hold.
 
-        A target of 0 is dense and left out, since engines put it into their formula, whose factor is then above 0.
+        A target of 0 is dense and left out: engines put it into their formula, which gives a factor above 0.
 
         Args:
             target_sparsity: as for `resolve_targets`.

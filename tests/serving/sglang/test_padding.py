@@ -1,4 +1,4 @@
-"""Steps that SGLang fills up with rows of its own, and what a layer hands to the backend beside q, k and v."""
+"""Steps that SGLang fills up with rows of its own, and what a layer hands to the backend beside q, k, v."""
 
 from __future__ import annotations
 
