@@ -294,6 +294,29 @@ def test_modelopt_export_is_a_file_that_reads_back() -> None:
     assert config.is_ignored("model.layers.0.self_attn")
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_phase_with_a_target_of_0_is_left_out_as_dense(engine: Any) -> None:
+    targets: dict[Phase, float | None] = {"prefill": 0.5, "decode": 0.0}
+    setting = export_profile(_profile(), engine, target_sparsity=targets)
+    alone = export_profile(_profile(), engine, target_sparsity={"prefill": 0.5})
+    assert setting == alone
+    assert set(setting.scale_factors) == {"prefill"}
+    assert "decode: dense." in setting.notes
+    with pytest.raises(ValueError, match="got 0 for every phase, wants one above 0"):
+        export_profile(_profile(), engine, target_sparsity=0.0)
+
+
+def test_a_file_without_a_phase_of_target_0_reads_back_as_dense() -> None:
+    config = sparse_attention_config_from_profile(_profile(), target_sparsity={"prefill": 0.0, "decode": 0.3})
+    assert set(config.coefficients) == set(config.target_sparsity) == {"decode"}
+    read = read_sparse_attention_config({"sparse_attention_config": config.to_json()})
+    assert read.phases == ("decode",)
+    with pytest.raises(ProfileError, match="prefill runs dense"):
+        read.scale_factor("prefill")
+    with pytest.raises(ValueError, match="got 0 for every phase"):
+        sparse_attention_config_from_profile(_profile(), target_sparsity={"decode": 0.0})
+
+
 def test_tensorrt_llm_export_is_the_documented_yaml() -> None:
     text = export_profile(_profile(), "tensorrt-llm", target_sparsity={"prefill": 0.5}).text
     lines = [line for line in text.splitlines() if not line.startswith("#")]
@@ -382,6 +405,7 @@ def test_checkpoints_have_what_tensorrt_llm_reads(target: Any) -> None:
 
 def test_sglang_and_flashinfer_exports_use_their_own_names() -> None:
     sglang = export_profile(_profile(), "sglang", target_sparsity=0.5).text
+    assert "trtllm_mha, trtllm_mla, cutedsl_mla and dsa only" in sglang
     assert "export SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR=" in sglang
     assert "export SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR=" in sglang
     flashinfer = export_profile(_profile(("prefill",)), "flashinfer", target_sparsity={"prefill": 0.5}).text

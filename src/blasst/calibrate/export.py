@@ -53,7 +53,7 @@ def export_profile(
     Args:
         profile: any calibration.
         engine: one of `ENGINES`.
-        target_sparsity: as for `Profile.resolve_targets`.
+        target_sparsity: as for `Profile.resolve_targets`; a phase with a target of 0 is dense and left out.
         kv_len: length at which the scale factors shall be exact by the selected model; None = the exponential
             model, the same at every length. Not for modelopt, which takes the formula.
         targets: class names of the attention modules; modelopt only.
@@ -63,7 +63,8 @@ def export_profile(
 
     Raises:
         ProfileError: a target for a phase that was not calibrated, or a config.json that cannot take it.
-        ValueError: an unknown engine, no target, or an argument that the engine cannot take.
+        ValueError: an unknown engine, no target, nothing but targets of 0, or an argument that the engine
+            cannot take.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {list(ENGINES)}, got {engine!r}")
@@ -75,7 +76,7 @@ def export_profile(
         )
     if kv_len is not None and kv_len < 1:
         raise ValueError(f"kv_len must be at least 1, got {kv_len}")
-    wanted = {p: t for p, t in profile.resolve_targets(target_sparsity).items() if t is not None}
+    wanted = profile.sparse_targets(target_sparsity)
     factors = {phase: _scale_factor(profile, phase, target, kv_len) for phase, target in wanted.items()}
     notes = _notes(profile, engine, wanted, kv_len)
     if engine == "modelopt":
@@ -92,8 +93,6 @@ def export_profile(
 
 
 def _scale_factor(profile: Profile, phase: Phase, target: float, kv_len: int | None) -> float:
-    if target == 0.0:
-        return 0.0
     if kv_len is not None:
         return scale_factor_from_threshold(profile.threshold(phase, target, kv_len), kv_len)
     model = profile.phase_fit(phase).exponential
@@ -139,6 +138,11 @@ def _notes(
                 f"{phase}: the {fit.selected} model fits better here; engines divide by the length only."
                 + ("" if engine == "modelopt" else " Give a length to get the factor that is exact there.")
             )
+    if engine == "sglang":
+        notes.append(
+            "SGLang reads these variables in the backends trtllm_mha, trtllm_mla, cutedsl_mla and dsa only, "
+            "and is dense in every other one: start it with one of them (--attention-backend trtllm_mha)."
+        )
     if engine in ("sglang", "flashinfer"):
         notes.append("Blackwell kernels vote in other tiles, which are not documented.")
     return tuple(notes)

@@ -238,15 +238,15 @@ def sparse_attention_config_from_profile(
 
     Args:
         profile: any calibration.
-        target_sparsity: as for `Profile.resolve_targets`.
+        target_sparsity: as for `Profile.resolve_targets`; a phase with a target of 0 is dense.
         targets: class names of the attention modules, for example ("LlamaAttention",).
         ignore: fnmatch patterns of modules that stay dense.
 
     Raises:
         ProfileError: a target for a phase that was not calibrated.
-        ValueError: no target, or one outside [0, 1].
+        ValueError: no target, one outside [0, 1], or none above 0.
     """
-    wanted = {p: t for p, t in profile.resolve_targets(target_sparsity).items() if t is not None}
+    wanted = profile.sparse_targets(target_sparsity)
     models = {phase: profile.phase_fit(phase).exponential for phase in wanted}
     return SparseAttentionConfig(
         formula=EXPONENTIAL_FORMULA,

@@ -172,6 +172,25 @@ class Profile:
                 require_target(value)
         return targets
 
+    def sparse_targets(
+        self, target_sparsity: float | Mapping[Phase, float | None] | None = None
+    ) -> dict[Phase, float]:
+        """The phases that are to skip, with their targets: what a file for another engine may hold.
+
+        A target of 0 is dense and left out: engines put it into their formula, which gives a factor above 0.
+
+        Args:
+            target_sparsity: as for `resolve_targets`.
+
+        Raises:
+            ProfileError: a target for a phase that was not calibrated.
+            ValueError: see `resolve_targets`; or no target is above 0.
+        """
+        wanted = {p: t for p, t in self.resolve_targets(target_sparsity).items() if t}
+        if not wanted:
+            raise ValueError("target_sparsity: got 0 for every phase, wants one above 0, else nothing skips")
+        return wanted
+
     def check_request(
         self, phase: Phase, target_sparsity: float, kv_len: float | Tensor | None = None
     ) -> None:

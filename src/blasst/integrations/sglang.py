@@ -2,8 +2,9 @@
 
 Without options it only adds a name to the attention backends. With options it selects that backend when the
 engine's arguments are resolved, and checks options and arguments there, so that a mistake ends the start.
-SGLang logs and ignores what a plugin raises while it is loaded, so nothing is decided there. Written for
-SGLang 0.5.23.
+Arguments that were resolved before the plugin was loaded are checked when they are next asked for: every
+process that is to serve does so. SGLang logs and ignores what a plugin raises while it is loaded, so nothing
+is decided there. Written for SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ _REFUSED = {
     "enable_amd_monokernel": "its kernels do their own attention",
 }
 
+#: Its image tokens attend in both directions, by a mask that SGLang hands to its Triton backend only; others
+#: would be causal without a word. For Gemma 4 SGLang itself refuses our backend.
+_BOTH_WAYS = "Gemma3ForConditionalGeneration"
+
 #: Arguments that must be 1.
 _SINGLE = {
     "dcp_size": "context parallelism splits the keys of a sequence",
@@ -87,13 +92,17 @@ def _check_arguments(server_args: type[Any]) -> None:
 
     @functools.wraps(original)
     def resolve_once(self: Any) -> None:
-        if getattr(self, "_resolution_finished", False):
-            original(self)
-            return
-        options = choose_backend(self)
+        # a process may have resolved them without the plugin, as sglang.Runtime does
+        late = getattr(self, "_resolution_finished", False)
+        options = ServingOptions.read() if late else choose_backend(self)
         original(self)
-        if options is not None:
+        if options is None:
+            return
+        if late:
+            require_chosen(self)
+        if not getattr(self, "_blasst_checked", False):
             check_resolved(self, options)
+            self._blasst_checked = True  # goes to other processes with the arguments
 
     server_args.resolve_once = resolve_once
 
@@ -142,6 +151,27 @@ def rules_of(model_config: Any, options: ServingOptions) -> ServingRules:
     return options.rules(fingerprint, model_config.context_len)
 
 
+def require_chosen(server_args: Any) -> None:
+    """Refuse arguments that were resolved without the plugin, to other backends.
+
+    Args:
+        server_args: SGLang's ServerArgs, resolved.
+
+    Raises:
+        UnsupportedError: the engine would run dense although there are options.
+    """
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    backends = _backends(resolved_view(server_args))
+    if backends != {BACKEND}:
+        raise UnsupportedError(
+            "blasst cannot serve this engine: its arguments were resolved before SGLang loaded its plugins, "
+            f"to the attention backend {', '.join(sorted(backends))}; wants {BACKEND}: call "
+            "sglang.srt.plugins.load_plugins() before they are resolved, or give "
+            f"attention_backend={BACKEND!r} and disable_cuda_graph=True"
+        )
+
+
 def check_resolved(server_args: Any, options: ServingOptions) -> None:
     """Check an engine that is about to start.
 
@@ -164,6 +194,10 @@ def check_resolved(server_args: Any, options: ServingOptions) -> None:
     rules_of(model_config, options)
 
 
+def _backends(arguments: Any) -> set[str]:
+    return {getattr(arguments, name) for name in _CHOICES} - {None}
+
+
 def unsupported_reason(arguments: Any, model_config: Any) -> str | None:
     """Why an engine cannot be served, or None; layers and KV cache are checked when they are there.
 
@@ -171,13 +205,15 @@ def unsupported_reason(arguments: Any, model_config: Any) -> str | None:
         arguments: SGLang's resolved arguments.
         model_config: SGLang's ModelConfig.
     """
-    backends = {getattr(arguments, name) for name in _CHOICES} - {None}
+    backends = _backends(arguments)
     if backends != {BACKEND}:
         return f"SGLang chose the attention backends {', '.join(sorted(backends))} for it"
     if model_config.attention_arch.name != "MHA":
         return f"its attention is {model_config.attention_arch.name}, wants MHA (with any grouping of heads)"
     if model_config.is_encoder_decoder:
         return "the model has cross-attention"
+    if _BOTH_WAYS in (model_config.hf_config.architectures or ()) and model_config.is_multimodal:
+        return f"image tokens of {_BOTH_WAYS} attend in both directions; want it without --enable-multimodal"
     if model_config.attention_chunk_size is not None:
         return "the model attends in chunks"
     if model_config.is_hybrid_swa and not arguments.disable_hybrid_swa_memory:

@@ -42,6 +42,7 @@ class BlasstAttnBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.page_size = int(model_runner.page_size)
         self.step: PagedStep | None = None
+        self.num_rows = 0  # of q that belong to sequences; rows of padding follow
         _require_pool(self.token_to_kv_pool, model_runner.dtype)
         self.layer_options = self._options_of_layers(model_runner, options.impl)
         arguments = model_runner.server_args
@@ -77,10 +78,12 @@ class BlasstAttnBackend(AttentionBackend):
         if mode.is_idle():
             return
         count = forward_batch.batch_size
+        if forward_batch._original_batch_size is not None:
+            count = min(count, forward_batch._original_batch_size)  # what follows is padding
         if mode.is_decode():
             starts = list(range(count + 1))
         elif mode in _EXTENDING:
-            starts = [0, *accumulate(forward_batch.extend_seq_lens_cpu)]
+            starts = [0, *accumulate(forward_batch.extend_seq_lens_cpu[:count])]
         else:
             raise UnsupportedError(f"blasst: steps of the mode {mode.name} are not served")
         seq_lens = forward_batch.seq_lens[:count]
@@ -93,6 +96,7 @@ class BlasstAttnBackend(AttentionBackend):
             self.page_size,
         )
         self.step = PagedStep.split(starts, seq_lens.int(), table, longest, self.page_size, self.rules)
+        self.num_rows = starts[-1]
 
     def _pages(self, layer: RadixAttention) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer as (pages, page_size, num_kv_heads, head_dim) views."""
@@ -121,7 +125,7 @@ class BlasstAttnBackend(AttentionBackend):
     ) -> Tensor:
         """Attention of one layer, by the phase of each sequence; see AttentionBackend.forward_extend."""
         sinks = extra.pop("sinks", None)
-        unknown = sorted(name for name, value in extra.items() if value not in (None, False))
+        unknown = sorted(name for name, value in extra.items() if value is not None and value is not False)
         if unknown:
             raise UnsupportedError(f"blasst: attention with {', '.join(unknown)} is not served")
         if self.step is None:
@@ -133,12 +137,19 @@ class BlasstAttnBackend(AttentionBackend):
             options = options._replace(sinks=sinks)
         rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = rows.new_empty(rows.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        out[self.num_rows :] = 0.0  # so that nothing undefined reaches what mixes rows
         k_pages, v_pages = self._pages(layer)
         for phase, tiles in self.step.attend(rows, k_pages, v_pages, out, options):
             self.meter.add(phase, tiles)
         return out.flatten(1)
 
     forward_decode = forward_extend
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Keys of a sequence that SGLang adds to fill a batch; they are not attended."""
+        return 1
+
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
 
     def support_triton(self) -> bool:
         """Whether SGLang may prepare a step with Triton; not on a CPU."""

@@ -135,6 +135,19 @@ def test_a_phase_that_is_left_out_stays_dense_in_modelopt(tmp_path: Path) -> Non
     assert method_of(layer).get_inference_threshold(128, 8192) is not None
 
 
+def test_a_phase_with_a_target_of_0_is_dense_in_modelopt_too(tmp_path: Path) -> None:
+    """Its formula gives a factor above 0 at a target of 0, so the file must not hold the phase."""
+    tiny_llama().save_pretrained(tmp_path)
+    profile = save_profile(tmp_path / "profile.json")
+    export(profile, tmp_path, tmp_path / "copy" / "config.json", "--target", "0.5", "--decode-target", "0")
+    layer = match_sparse_config("model.layers.1.self_attn", loaded(tmp_path / "copy"))
+    assert layer is not None
+    for kv_len in (64, *LENGTHS):
+        assert method_of(layer).get_inference_threshold(1, kv_len) is None
+    assert method_of(layer).get_inference_threshold(128, 8192) is not None
+    assert read_sparse_attention_config(tmp_path / "copy").phases == ("prefill",)
+
+
 def test_the_older_generation_is_read_by_us_alone_and_rewritten_for_modelopt(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)
     older = {

@@ -35,6 +35,44 @@ for name, case in json.load(open(sys.argv[1])).items():
     print("CASE", json.dumps([name, said]))
 """
 
+#: Resolves each case's arguments before the plugin is there, as sglang.Runtime does, then once more with it.
+LATE = """
+import json, os, sys
+from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs
+
+cases = json.load(open(sys.argv[1]))
+plain = {"model_path": sys.argv[2], "device": "cpu", "dtype": "float32"}
+found = {name: ServerArgs(**{**plain, **case["engine"]}) for name, case in cases.items()}
+for arguments in found.values():
+    arguments.resolve_once()
+load_plugins()
+for name, arguments in found.items():
+    os.environ.update(cases[name]["variables"])
+    said = []
+    for _ in range(2):
+        try:
+            arguments.resolve_once()
+            said.append("started with " + resolved_view(arguments).attention_backend)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    assert said[0] == said[1], said
+    for variable in cases[name]["variables"]:
+        del os.environ[variable]
+    print("CASE", json.dumps([name, said[0]]))
+"""
+
+#: The server of SGLang's own Runtime, which resolves its arguments without plugins.
+RUNTIME = """
+import sys
+
+if __name__ == "__main__":
+    from sglang.lang.backend.runtime_endpoint import Runtime
+
+    Runtime(model_path=sys.argv[1], device="cpu", dtype="float32", log_level="info", max_total_tokens=1000)
+"""
+
 #: Makes a layer of each kind and asks what it needs; and looks at KV caches of other shapes.
 LAYERS = """
 import json, sys, torch
@@ -138,6 +176,43 @@ def test_wrong_options_end_the_start(model_folder: Path, tmp_path: Path) -> None
     assert {name for name, (_, _, text) in cases.items() if text not in said[name]} == set(), said
 
 
+def test_arguments_resolved_without_the_plugin_do_not_run_dense(model_folder: Path, tmp_path: Path) -> None:
+    named: dict[str, Any] = {"attention_backend": "blasst", "disable_cuda_graph": True}
+    wanted = "resolved before SGLang loaded its plugins, to the attention backend torch_native; wants blasst"
+    cases: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
+        "dense": (ON, {}, wanted),
+        "dense by name": (ON, {"attention_backend": "torch_native"}, wanted),
+        "named": (ON, named, "started with blasst"),
+        "with graphs": (ON, {"attention_backend": "blasst"}, "CUDA graphs of decode were asked for"),
+        "not served": (ON, {**named, "kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype is fp8_e4m3"),
+        "wrong option": ({"BLASST_THRESHOLD": "1.5"}, named, "got 1.5, wants [0, 1]"),
+        "no options": ({}, {}, "started with torch_native"),
+    }
+    said = cases_of(
+        LATE,
+        {name: {"variables": v, "engine": e} for name, (v, e, _) in cases.items()},
+        model_folder,
+        tmp_path,
+        environment(),
+    )
+    assert {name for name, (_, _, text) in cases.items() if text not in said[name]} == set(), said
+
+
+def test_a_runtime_with_options_does_not_run_dense(model_folder: Path, tmp_path: Path) -> None:
+    program = tmp_path / "runtime.py"  # its server imports it again
+    program.write_text(RUNTIME)
+    done = subprocess.run(
+        [sys.executable, str(program), str(model_folder)],
+        env=environment(**ON),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "resolved before SGLang loaded its plugins, to the attention backend torch_native" in done.stderr
+
+
 def test_engines_that_cannot_be_served_do_not_start(model_folder: Path, tmp_path: Path) -> None:
     chunked = altered(model_folder, tmp_path / "chunked", attention_chunk_size=512)
     mla = altered(
@@ -153,7 +228,21 @@ def test_engines_that_cannot_be_served_do_not_start(model_folder: Path, tmp_path
         n_routed_experts=2,
         first_k_dense_replace=30,
     )
+    gemma = altered(
+        model_folder,
+        tmp_path / "gemma",
+        architectures=["Gemma3ForConditionalGeneration"],
+        model_type="gemma3",
+        text_config={"model_type": "gemma3_text", "num_hidden_layers": 6},
+        vision_config={},
+    )
+    text = {"model_path": gemma, "disable_hybrid_swa_memory": True}
     cases: dict[str, tuple[dict[str, Any], str]] = {
+        "images": (
+            {**text, "enable_multimodal": True},
+            "image tokens of Gemma3ForConditionalGeneration attend in both directions; want it without",
+        ),
+        "no images": (text, "started with blasst"),
         "mla": ({"model_path": mla}, "its attention is MLA, wants MHA"),
         "chunked": ({"model_path": chunked}, "the model attends in chunks"),
         "fp8": ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype is fp8_e4m3; wants auto"),
