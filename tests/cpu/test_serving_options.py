@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,6 +202,7 @@ def test_options_of_the_environment_reach_workers_through_the_configuration(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(plugin, "open_metrics", lambda: tmp_path)
+    monkeypatch.setenv(plugin.FOLDER_VARIABLE, "")  # put back at the end
     monkeypatch.setenv("BLASST_THRESHOLD", "prefill=0.5")
     config = engine(additional_config={"other": 1})
     plugin.prepare(config, on_cpu=True)
@@ -208,3 +210,21 @@ def test_options_of_the_environment_reach_workers_through_the_configuration(
     assert config.additional_config["other"] == 1
     options = plugin.options_of(config)
     assert options is not None and options.threshold == {"prefill": 0.5}
+
+
+def test_the_configuration_is_the_same_at_each_start_and_checked_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    monkeypatch.setattr(plugin, "open_metrics", lambda: folders.pop(0))
+    monkeypatch.setenv(plugin.FOLDER_VARIABLE, "of another engine")
+    given = {"blasst": {"threshold": 0.1}}
+    first, second = engine(additional_config=given), engine(additional_config=given)
+    plugin.prepare(first, on_cpu=True)
+    assert os.environ[plugin.FOLDER_VARIABLE] == str(tmp_path / "first")
+    plugin.prepare(second, on_cpu=True)
+    assert os.environ[plugin.FOLDER_VARIABLE] == str(tmp_path / "second")
+    assert first.additional_config == second.additional_config
+    assert given == {"blasst": {"threshold": 0.1}}
+    plugin.prepare(first, on_cpu=True)  # a copy that vLLM makes in a worker opens no third folder
+    assert ServingOptions.read(None, {plugin.FOLDER_VARIABLE: "x"}) is None

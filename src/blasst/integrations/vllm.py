@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from blasst.core.profile import model_fingerprint
 from blasst.integrations.serving_counts import SkipMeter, line_logger, open_metrics
 from blasst.integrations.serving_options import ServingOptions, ServingRules
 
-#: Key of the options in --additional-config, and of the folder for counts that is added to it.
+#: Key of the options in --additional-config, and of the mark that is added to a configuration once checked.
 CONFIG_KEY = "blasst"
-_FOLDER_KEY = "blasst_counts_folder"
+_PREPARED_KEY = "blasst_prepared"
+
+#: Tells workers the folder for counts. In --additional-config it would change the key of the compile cache.
+FOLDER_VARIABLE = "BLASST_COUNTS_FOLDER"
 
 #: vLLM shows loggers below its own name.
 LOGGER_NAME = "vllm.plugins.blasst"
@@ -102,21 +106,24 @@ def prepare(vllm_config: Any, on_cpu: bool) -> None:
     options = options_of(vllm_config)
     if options is None:
         return
-    if not isinstance(vllm_config.additional_config, dict):
+    additional = vllm_config.additional_config
+    if not isinstance(additional, dict):
         raise ValueError("additional_config: got an object, wants a JSON object beside blasst's options")
-    rules = rules_of(vllm_config, options)
     reason = unsupported_reason(vllm_config, on_cpu)
     if reason is not None:
         raise UnsupportedError(f"blasst cannot serve this engine: {reason}")
+    if _PREPARED_KEY in additional:  # vLLM copies a configuration for a part of the model
+        return
+    rules = rules_of(vllm_config, options)
     if not on_cpu:
         _choose_custom(vllm_config.attention_config)
-    additional = vllm_config.additional_config
-    if _FOLDER_KEY not in additional:
-        folder = open_metrics()
-        if folder is not None:
-            additional[_FOLDER_KEY] = str(folder)
-        logging.getLogger(LOGGER_NAME).info("blasst is on (impl=%s): %s", options.impl, rules)
-    additional[CONFIG_KEY] = options.as_config()
+    folder = open_metrics()
+    if folder is None:
+        os.environ.pop(FOLDER_VARIABLE, None)
+    else:
+        os.environ[FOLDER_VARIABLE] = str(folder)
+    logging.getLogger(LOGGER_NAME).info("blasst is on (impl=%s): %s", options.impl, rules)
+    vllm_config.additional_config = {**additional, CONFIG_KEY: options.as_config(), _PREPARED_KEY: True}
 
 
 def _choose_custom(attention_config: Any) -> None:
@@ -179,11 +186,10 @@ def meter(folder: str | None = None, log_interval: float = 0.0) -> SkipMeter:
     return _meters[key]
 
 
-def meter_of(vllm_config: Any, options: ServingOptions) -> SkipMeter:
+def meter_of(options: ServingOptions) -> SkipMeter:
     """The meter of the engine that this worker process belongs to.
 
     Args:
-        vllm_config: vLLM's VllmConfig.
         options: what `options_of` gave.
     """
-    return meter(vllm_config.additional_config.get(_FOLDER_KEY), options.log_interval)
+    return meter(os.environ.get(FOLDER_VARIABLE), options.log_interval)

@@ -135,7 +135,7 @@ class BlasstImpl(AttentionImpl[BlasstMetadata]):
             None,
             options.impl,
         )
-        self.meter = meter_of(vllm_config, options)
+        self.meter = meter_of(options)
         require_kernels(
             num_heads,
             self.num_kv_heads,
