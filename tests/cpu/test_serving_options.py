@@ -147,15 +147,20 @@ def engine(**changes: Any) -> SimpleNamespace:
         use_mla=False,
         is_encoder_decoder=False,
         is_mm_prefix_lm=False,
+        is_attention_free=False,
+        attention_chunk_size=None,
+        hf_text_config=SimpleNamespace(head_dim=64),
         max_model_len=8192,
         hf_config=SimpleNamespace(to_dict=dict),
     )
     parts: dict[str, Any] = {
         "model_config": model,
-        "cache_config": SimpleNamespace(cache_dtype="auto"),
+        "cache_config": SimpleNamespace(cache_dtype="auto", kv_sharing_fast_prefill=False),
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         "attention_config": SimpleNamespace(use_non_causal=False),
         "kv_transfer_config": None,
+        "speculative_config": None,
+        "diffusion_config": None,
         "additional_config": {"blasst": {"threshold": 0.1}},
     }
     for name, value in changes.items():
@@ -178,6 +183,28 @@ def engine(**changes: Any) -> SimpleNamespace:
         ({"cache_config__cache_dtype": "fp8_e4m3"}, "kv_cache_dtype is fp8_e4m3"),
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
         ({"kv_transfer_config": object()}, "KV connector"),
+        ({"model_config__is_attention_free": True}, "no attention layers"),
+        ({"model_config__attention_chunk_size": 8192}, "attention_chunk_size is 8192"),
+        (
+            {"model_config__hf_text_config": SimpleNamespace(head_dim=192, v_head_dim=128)},
+            "v_head_dim is 128",
+        ),
+        (
+            {"model_config__hf_text_config": SimpleNamespace(swa_head_dim=192, swa_v_head_dim=128)},
+            "swa_v_head_dim is 128 beside keys of 192",
+        ),
+        (
+            {
+                "model_config__hf_text_config": SimpleNamespace(
+                    qk_nope_dim=128, qk_rope_dim=64, v_channels=128
+                )
+            },
+            "v_channels is 128 beside keys of 192",
+        ),
+        ({"cache_config__kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill"),
+        ({"diffusion_config": object()}, "both directions"),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, "speculative decoding by eagle3"),
+        ({"speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=8)}, "at most 7"),
     ],
 )
 def test_engines_that_cannot_be_served_are_refused(
@@ -188,6 +215,22 @@ def test_engines_that_cannot_be_served_are_refused(
     with pytest.raises(UnsupportedError, match=message):
         plugin.prepare(config, on_cpu=True)
     plugin.prepare(engine(), on_cpu=True)  # the same without the change
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=7)},
+        {"model_config__hf_text_config": SimpleNamespace(head_dim=64, v_head_dim=64)},
+        # MLA switched off: vLLM pads the values
+        {"model_config__hf_text_config": SimpleNamespace(kv_lora_rank=512, head_dim=192, v_head_dim=128)},
+    ],
+)
+def test_engines_close_to_those_that_are_refused_are_served(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "open_metrics", lambda: None)
+    plugin.prepare(engine(**changes), on_cpu=True)
 
 
 def test_an_engine_without_options_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
 Without options it changes nothing. With options it checks them when the engine's configuration is made, so
 that a mistake ends the start, and switches the decoder's attention to blasst: on a CPU by taking the place of
-vLLM's CPU_ATTN, elsewhere as the backend CUSTOM. Written for vLLM 0.32; the KV cache it expects is
-checked, not assumed.
+vLLM's CPU_ATTN, elsewhere as the backend CUSTOM. A worker checks its layers once they are loaded. Written for
+vLLM 0.32; the KV cache it expects is checked, not assumed.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from blasst.core.errors import UnsupportedError
 from blasst.core.profile import model_fingerprint
+from blasst.core.types import MAX_DECODE_TOKENS
 from blasst.integrations.serving_counts import SkipMeter, line_logger, open_metrics
 from blasst.integrations.serving_options import ServingOptions, ServingRules
 
@@ -31,6 +33,17 @@ LOGGER_NAME = "vllm.plugins.blasst"
 
 _BACKENDS = "blasst.integrations.vllm_backend"
 
+#: Names of sizes of keys and values in the configurations of models whose values may have another size.
+_SIZES = (
+    "head_dim",
+    "v_head_dim",
+    "swa_head_dim",
+    "swa_v_head_dim",
+    "qk_nope_dim",
+    "qk_rope_dim",
+    "v_channels",
+)
+
 
 def register() -> None:
     """Entry point of the group vllm.general_plugins; may be called more than once."""
@@ -41,7 +54,9 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{_BACKENDS}.BlasstCPUBackend")
     else:
         register_backend(AttentionBackendEnum.CUSTOM, f"{_BACKENDS}.BlasstBackend")
-    _check_configurations(type(current_platform))
+    platform = type(current_platform)
+    _call_before(platform, "check_and_update_config", _prepare_on)
+    _call_before(platform, "update_block_size_for_backend", _require_layers)
 
 
 def options_of(vllm_config: Any) -> ServingOptions | None:
@@ -73,20 +88,34 @@ def rules_of(vllm_config: Any, options: ServingOptions) -> ServingRules:
     return options.rules(fingerprint, model.max_model_len)
 
 
-def _check_configurations(platform: type[Any]) -> None:
-    """Have vLLM's last step of making a configuration check ours too; once per process."""
-    original = platform.check_and_update_config.__func__
+def _call_before(platform: type[Any], name: str, check: Callable[[type[Any], Any], None]) -> None:
+    """Have a class method of vLLM's platform that takes a VllmConfig call ours first; once per process."""
+    original = getattr(platform, name).__func__
     if hasattr(original, "__wrapped__"):
         return
 
     @classmethod  # type: ignore[misc]
     @functools.wraps(original)
-    def check_and_update_config(cls: type[Any], vllm_config: Any) -> None:
-        if vllm_config.model_config is not None:
-            prepare(vllm_config, on_cpu=cls._enum.name == "CPU")
+    def checked(cls: type[Any], vllm_config: Any) -> None:
+        check(cls, vllm_config)
         original(cls, vllm_config)
 
-    platform.check_and_update_config = check_and_update_config
+    setattr(platform, name, checked)
+
+
+def _prepare_on(platform: type[Any], vllm_config: Any) -> None:
+    """vLLM's last step of making a configuration."""
+    if vllm_config.model_config is not None:
+        prepare(vllm_config, on_cpu=platform._enum.name == "CPU")
+
+
+def _require_layers(platform: type[Any], vllm_config: Any) -> None:
+    """The step of every vLLM executor that follows the loading of the model in a worker."""
+    if vllm_config.model_config is None or options_of(vllm_config) is None:
+        return
+    from blasst.integrations.vllm_backend import require_layers
+
+    require_layers(vllm_config)
 
 
 def prepare(vllm_config: Any, on_cpu: bool) -> None:
@@ -152,16 +181,62 @@ def unsupported_reason(vllm_config: Any, on_cpu: bool) -> str | None:
         return "multi-head latent attention (MLA) has its own backends in vLLM"
     if model.is_encoder_decoder:
         return "the model has cross-attention"
+    if model.is_attention_free:
+        return "the model has no attention layers"
+    if model.attention_chunk_size:
+        return f"the model attends in chunks (attention_chunk_size is {model.attention_chunk_size})"
+    sizes = _value_size(model.hf_text_config)
+    if sizes is not None:
+        return f"{sizes}: layers whose values have another size than keys have their own backends in vLLM"
     if cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
         return f"kv_cache_dtype is {cache_dtype}; wants auto or an unquantized type"
     if model.is_mm_prefix_lm or vllm_config.attention_config.use_non_causal:
         return "the model's attention is not causal everywhere"
+    if vllm_config.diffusion_config is not None:
+        return "diffusion models attend in both directions"
     if getattr(model, "rswa_window", None) is not None:
         return "the model has a sliding window with a global prefix (R-SWA)"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism splits the keys of a sequence"
+    if vllm_config.cache_config.kv_sharing_fast_prefill:
+        return "kv_sharing_fast_prefill: the query lengths of its steps may still be on their way to the host"
     if on_cpu and vllm_config.kv_transfer_config is not None:
         return "on a CPU its KV cache differs from the one that a KV connector expects"
+    return _speculation(vllm_config.speculative_config)
+
+
+def _value_size(text_config: Any) -> str | None:
+    """The sizes of keys and values where a model's configuration names different ones, or None."""
+    if (
+        getattr(text_config, "kv_lora_rank", None) is not None
+    ):  # without MLA, vLLM pads the values to the size of the keys
+        return None
+    named = {name: getattr(text_config, name, None) for name in _SIZES}
+    pangu = (named["qk_nope_dim"] or 0) + (named["qk_rope_dim"] or 0)
+    for keys, name in (
+        (named["head_dim"], "v_head_dim"),
+        (named["swa_head_dim"], "swa_v_head_dim"),
+        (pangu, "v_channels"),
+    ):
+        if keys and named[name] and keys != named[name]:
+            return f"{name} is {named[name]} beside keys of {keys}"
+    return None
+
+
+def _speculation(speculative: Any) -> str | None:
+    """What stands against speculative decoding, or None; only drafts without a model are verified by us."""
+    if speculative is None:
+        return None
+    if speculative.method != "ngram":
+        return (
+            f"speculative decoding by {speculative.method}: a draft model has thresholds of its own; "
+            "only ngram is served"
+        )
+    if speculative.num_speculative_tokens >= MAX_DECODE_TOKENS:
+        return (
+            f"num_speculative_tokens is {speculative.num_speculative_tokens}, wants at most "
+            f"{MAX_DECODE_TOKENS - 1}: a step with more new tokens follows the prefill rule"
+        )
     return None
 
 
