@@ -9,6 +9,7 @@ vLLM 0.32; the KV cache it expects is checked, not assumed.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from blasst.core.errors import UnsupportedError
 from blasst.core.profile import model_fingerprint
 from blasst.core.types import MAX_DECODE_TOKENS
 from blasst.integrations.serving_counts import SkipMeter, line_logger, open_metrics
-from blasst.integrations.serving_options import ServingOptions, ServingRules
+from blasst.integrations.serving_options import VARIABLES, ServingOptions, ServingRules
 
 #: Key of the options in --additional-config, and of the mark that is added to a configuration once checked.
 CONFIG_KEY = "blasst"
@@ -44,19 +45,54 @@ _SIZES = (
     "v_channels",
 )
 
+#: Why blasst cannot be loaded into this vLLM, or None.
+_unloadable: str | None = None
+
 
 def register() -> None:
-    """Entry point of the group vllm.general_plugins; may be called more than once."""
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    """Entry point of the group vllm.general_plugins; may be called more than once.
 
-    if current_platform.is_cpu():
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{_BACKENDS}.BlasstCPUBackend")
-    else:
-        register_backend(AttentionBackendEnum.CUSTOM, f"{_BACKENDS}.BlasstBackend")
-    platform = type(current_platform)
-    _call_before(platform, "check_and_update_config", _prepare_on)
-    _call_before(platform, "update_block_size_for_backend", _require_layers)
+    Raises:
+        UnsupportedError: another version of vLLM, and options in the environment; without them it is only
+            logged.
+    """
+    try:
+        from vllm.platforms import current_platform
+
+        platform = type(current_platform)
+        _call_before(platform, "check_and_update_config", _prepare_on)
+        _call_before(platform, "update_block_size_for_backend", _require_layers)
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        if current_platform.is_cpu():
+            register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.CPU_BACKEND")
+        else:
+            register_backend(AttentionBackendEnum.CUSTOM, f"{_BACKENDS}.BlasstBackend")
+    except (ImportError, AttributeError, TypeError) as error:
+        _give_up(error)
+
+
+def _give_up(error: Exception) -> None:
+    """Leave engines without options alone in a vLLM that is not ours; those with options must not start."""
+    global _unloadable
+    _unloadable = f"blasst cannot be loaded into this version of vLLM, wants 0.32: {error}"
+    if any(os.environ.get(variable) for variable in VARIABLES.values()):
+        raise UnsupportedError(_unloadable) from error
+    logging.getLogger(LOGGER_NAME).warning("%s", _unloadable)
+
+
+def __getattr__(name: str) -> Any:
+    """CPU_BACKEND, what vLLM loads as its CPU_ATTN: our backend, or its own if ours cannot be loaded."""
+    if name != "CPU_BACKEND":
+        raise AttributeError(name)
+    try:
+        return importlib.import_module(_BACKENDS).BlasstCPUBackend
+    except ImportError as error:
+        _give_up(error)  # options in the configuration end the start in _require_layers
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    module, _, own = AttentionBackendEnum.CPU_ATTN.value.rpartition(".")
+    return getattr(importlib.import_module(module), own)
 
 
 def options_of(vllm_config: Any) -> ServingOptions | None:
@@ -135,6 +171,8 @@ def prepare(vllm_config: Any, on_cpu: bool) -> None:
     options = options_of(vllm_config)
     if options is None:
         return
+    if _unloadable is not None:
+        raise UnsupportedError(_unloadable)
     additional = vllm_config.additional_config
     if not isinstance(additional, dict):
         raise ValueError("additional_config: got an object, wants a JSON object beside blasst's options")

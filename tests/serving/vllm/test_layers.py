@@ -1,4 +1,4 @@
-"""What is checked once layers are there: no layer runs dense unseen."""
+"""What is checked once layers are there, and when vLLM is another one: no layer runs dense unseen."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from serving_parts import cases_of
 from vllm_parts import environment
 
@@ -89,6 +90,35 @@ if __name__ == "__main__":
     print("STARTED")
 """
 
+#: Loads the plugin into a vLLM that lacks a part of it, and asks for the attention of the CPU.
+ANOTHER = """
+import sys
+from vllm.platforms import current_platform
+from vllm.engine.arg_utils import EngineArgs
+from blasst.integrations import vllm as plugin
+
+missing = sys.argv[2]
+if missing == "registry":
+    import vllm.v1.attention.backends.registry as registry
+    sys.modules["vllm.v1.attention.backends.registry"] = None
+else:
+    sys.modules["blasst.integrations.vllm_backend"] = None
+plugin.register()
+print("REGISTERED")
+if missing == "registry":
+    sys.modules["vllm.v1.attention.backends.registry"] = registry
+else:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    print("BACKEND", AttentionBackendEnum.CPU_ATTN.get_class().__name__)
+for additional in ({}, {"blasst": {"threshold": 0.01}}):
+    try:
+        EngineArgs(model=sys.argv[1], dtype="float32", max_model_len=512,
+                   additional_config=additional).create_engine_config()
+        print("MADE")
+    except Exception as error:
+        print("REFUSED", error)
+"""
+
 
 def test_builders_take_only_steps_of_whole_sequences(model_folder: Path, tmp_path: Path) -> None:
     said = cases_of(BUILDERS, {}, model_folder, tmp_path, environment())
@@ -136,3 +166,26 @@ def test_an_engine_with_a_layer_of_another_backend_does_not_start(model_folder: 
     assert done.returncode != 0 and "STARTED" not in done.stdout
     said = done.stdout + done.stderr
     assert "blasst cannot serve this model: layers with another attention backend: model.layers.1." in said
+
+
+@pytest.mark.parametrize("missing", ["registry", "backend"])
+def test_another_vllm_ends_only_starts_with_options(model_folder: Path, missing: str) -> None:
+    def run(**variables: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-c", ANOTHER, str(model_folder), missing],
+            env=environment(VLLM_PLUGINS="", **variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    said = "blasst cannot be loaded into this version of vLLM, wants 0.32"
+    code, text = run()
+    assert code == 0 and said in text and "REGISTERED" in text and "MADE" in text, text
+    assert f"REFUSED {said}" in text
+    assert missing == "registry" or "BACKEND CPUAttentionBackend\n" in text
+    code, text = run(BLASST_THRESHOLD="0.01")
+    assert code != 0 and f"UnsupportedError: {said}" in text, text
