@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,15 +147,20 @@ def engine(**changes: Any) -> SimpleNamespace:
         use_mla=False,
         is_encoder_decoder=False,
         is_mm_prefix_lm=False,
+        is_attention_free=False,
+        attention_chunk_size=None,
+        hf_text_config=SimpleNamespace(head_dim=64),
         max_model_len=8192,
         hf_config=SimpleNamespace(to_dict=dict),
     )
     parts: dict[str, Any] = {
         "model_config": model,
-        "cache_config": SimpleNamespace(cache_dtype="auto"),
+        "cache_config": SimpleNamespace(cache_dtype="auto", kv_sharing_fast_prefill=False),
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         "attention_config": SimpleNamespace(use_non_causal=False),
         "kv_transfer_config": None,
+        "speculative_config": None,
+        "diffusion_config": None,
         "additional_config": {"blasst": {"threshold": 0.1}},
     }
     for name, value in changes.items():
@@ -177,6 +183,28 @@ def engine(**changes: Any) -> SimpleNamespace:
         ({"cache_config__cache_dtype": "fp8_e4m3"}, "kv_cache_dtype is fp8_e4m3"),
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
         ({"kv_transfer_config": object()}, "KV connector"),
+        ({"model_config__is_attention_free": True}, "no attention layers"),
+        ({"model_config__attention_chunk_size": 8192}, "attention_chunk_size is 8192"),
+        (
+            {"model_config__hf_text_config": SimpleNamespace(head_dim=192, v_head_dim=128)},
+            "v_head_dim is 128",
+        ),
+        (
+            {"model_config__hf_text_config": SimpleNamespace(swa_head_dim=192, swa_v_head_dim=128)},
+            "swa_v_head_dim is 128 beside keys of 192",
+        ),
+        (
+            {
+                "model_config__hf_text_config": SimpleNamespace(
+                    qk_nope_dim=128, qk_rope_dim=64, v_channels=128
+                )
+            },
+            "v_channels is 128 beside keys of 192",
+        ),
+        ({"cache_config__kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill"),
+        ({"diffusion_config": object()}, "both directions"),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, "speculative decoding by eagle3"),
+        ({"speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=8)}, "at most 7"),
     ],
 )
 def test_engines_that_cannot_be_served_are_refused(
@@ -187,6 +215,22 @@ def test_engines_that_cannot_be_served_are_refused(
     with pytest.raises(UnsupportedError, match=message):
         plugin.prepare(config, on_cpu=True)
     plugin.prepare(engine(), on_cpu=True)  # the same without the change
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=7)},
+        {"model_config__hf_text_config": SimpleNamespace(head_dim=64, v_head_dim=64)},
+        # MLA switched off: vLLM pads the values
+        {"model_config__hf_text_config": SimpleNamespace(kv_lora_rank=512, head_dim=192, v_head_dim=128)},
+    ],
+)
+def test_engines_close_to_those_that_are_refused_are_served(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "open_metrics", lambda: None)
+    plugin.prepare(engine(**changes), on_cpu=True)
 
 
 def test_an_engine_without_options_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +245,7 @@ def test_options_of_the_environment_reach_workers_through_the_configuration(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(plugin, "open_metrics", lambda: tmp_path)
+    monkeypatch.setenv(plugin.FOLDER_VARIABLE, "")  # put back at the end
     monkeypatch.setenv("BLASST_THRESHOLD", "prefill=0.5")
     config = engine(additional_config={"other": 1})
     plugin.prepare(config, on_cpu=True)
@@ -208,3 +253,21 @@ def test_options_of_the_environment_reach_workers_through_the_configuration(
     assert config.additional_config["other"] == 1
     options = plugin.options_of(config)
     assert options is not None and options.threshold == {"prefill": 0.5}
+
+
+def test_the_configuration_is_the_same_at_each_start_and_checked_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    monkeypatch.setattr(plugin, "open_metrics", lambda: folders.pop(0))
+    monkeypatch.setenv(plugin.FOLDER_VARIABLE, "of another engine")
+    given = {"blasst": {"threshold": 0.1}}
+    first, second = engine(additional_config=given), engine(additional_config=given)
+    plugin.prepare(first, on_cpu=True)
+    assert os.environ[plugin.FOLDER_VARIABLE] == str(tmp_path / "first")
+    plugin.prepare(second, on_cpu=True)
+    assert os.environ[plugin.FOLDER_VARIABLE] == str(tmp_path / "second")
+    assert first.additional_config == second.additional_config
+    assert given == {"blasst": {"threshold": 0.1}}
+    plugin.prepare(first, on_cpu=True)  # a copy that vLLM makes in a worker opens no third folder
+    assert ServingOptions.read(None, {plugin.FOLDER_VARIABLE: "x"}) is None

@@ -26,7 +26,7 @@ VARIABLES: Final[Mapping[str, str]] = {
 }
 
 #: Variables of this prefix that belong to other parts of the library.
-_OTHER_VARIABLES = ("BLASST_CACHE_DIR", "BLASST_COMMIT")
+_OTHER_VARIABLES = ("BLASST_CACHE_DIR", "BLASST_COMMIT", "BLASST_COUNTS_FOLDER")
 
 #: The three ways to a threshold; one given in the configuration displaces another of the environment.
 _WAYS = (("profile", "target_sparsity"), ("threshold_scale_factor",), ("threshold",))

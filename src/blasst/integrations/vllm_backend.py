@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
+    AttentionImplBase,
     AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionType,
@@ -24,7 +25,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec, KVCacheLayout
 
 from blasst.core.errors import UnsupportedError
 from blasst.integrations.serving_batch import LayerOptions, PagedStep, require_kernels
@@ -65,7 +66,20 @@ class BlasstMetadataBuilder(AttentionMetadataBuilder[BlasstMetadata]):
         options = options_of(vllm_config)
         if options is None:
             raise ValueError("blasst: the attention backend was chosen without an option")
+        self._require_plain_steps(layer_names)
         self.rules = rules_of(vllm_config, options)
+
+    def _require_plain_steps(self, layer_names: list[str]) -> None:
+        """Refuse layers whose steps are not those of whole sequences with causal attention."""
+        spec, reason = self.kv_cache_spec, None
+        if isinstance(spec, ChunkedLocalAttentionSpec):
+            reason = f"attend in chunks of {spec.attention_chunk_size} tokens"
+        elif getattr(spec, "non_causal", False):
+            reason = "are not causal"
+        elif type(self) is not BlasstMetadataBuilder:  # vLLM derives backends that change each step first
+            reason = f"have steps of their own ({type(self).__name__})"
+        if reason is not None:
+            raise UnsupportedError(f"blasst cannot serve layers that {reason}: {_named(layer_names)}")
 
     def build(
         self,
@@ -135,7 +149,7 @@ class BlasstImpl(AttentionImpl[BlasstMetadata]):
             None,
             options.impl,
         )
-        self.meter = meter_of(vllm_config, options)
+        self.meter = meter_of(options)
         require_kernels(
             num_heads,
             self.num_kv_heads,
@@ -197,6 +211,37 @@ class BlasstImpl(AttentionImpl[BlasstMetadata]):
         slot = slot_mapping[used] % k_pages.shape[1]
         k_pages[page, slot] = key[used]
         v_pages[page, slot] = value[used]
+
+
+def require_layers(vllm_config: VllmConfig) -> None:
+    """Refuse a loaded model with attention that is not ours, or without attention.
+
+    Args:
+        vllm_config: vLLM's VllmConfig; its compilation_config names the layers of this worker.
+
+    Raises:
+        UnsupportedError: a layer with another implementation, or none with ours.
+    """
+    found = {
+        name: layer.impl
+        for name, layer in vllm_config.compilation_config.static_forward_context.items()
+        if isinstance(getattr(layer, "impl", None), AttentionImplBase)
+    }
+    others = [
+        f"{name} ({type(impl).__name__})" for name, impl in found.items() if not isinstance(impl, BlasstImpl)
+    ]
+    if others:
+        raise UnsupportedError(
+            f"blasst cannot serve this model: layers with another attention backend: {_named(others)}"
+        )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if not found and not (stages > 1 and vllm_config.model_config.is_hybrid):
+        raise UnsupportedError("blasst cannot serve this model: it has no attention layer of vLLM's")
+
+
+def _named(layers: list[str]) -> str:
+    """The first three layers, and how many there are."""
+    return ", ".join(layers[:3]) + (f", ... ({len(layers)})" if len(layers) > 3 else "")
 
 
 def split_cache(

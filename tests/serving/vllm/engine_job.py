@@ -6,6 +6,7 @@ Job: model, options (or null), engine (arguments of LLM), rounds (lists of promp
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -40,7 +41,7 @@ def main() -> None:
                 "seconds": time.monotonic() - begin,
             }
         )
-    folder = llm.llm_engine.vllm_config.additional_config.get("blasst_counts_folder")
+    folder = os.environ.get("BLASST_COUNTS_FOLDER")
     time.sleep(2.5)  # the worker writes its counts once a second
     totals = None if folder is None else read_totals(Path(folder))
     Path(sys.argv[2]).write_text(json.dumps({"rounds": rounds, "totals": totals}))

@@ -53,6 +53,22 @@ def test_counts_are_those_of_the_definition(run_engine: Run, prose: list[int], s
     assert result.totals["prefill"][0] > 0 and result.totals["decode"][0] > 0
 
 
+def test_drafts_without_a_model_are_verified_by_the_decode_rule(
+    run_engine: Run, prose: list[int], smollm2: LoadedModel
+) -> None:
+    prompt, new = prose[:400] + prose[:400], 40
+    ngram = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 7}
+    engine = {"speculative_config": ngram, "max_num_batched_tokens": 2048}
+    own = run_engine([[prompt]], variables={"VLLM_PLUGINS": ""}, max_tokens=new, ignore_eos=True, **engine)
+    ours = run_engine([[prompt]], {"threshold": 0.0}, new, ignore_eos=True, **engine)
+    assert ours.rounds[0]["tokens"] == own.rounds[0]["tokens"]
+    wanted = expected_tiles(smollm2.model.config, len(prompt), new)
+    assert ours.totals is not None
+    assert ours.totals["prefill"][1] == wanted["prefill"]
+    # steps with several tokens: fewer than tokens, and no tile of theirs is one of prefill
+    assert 0 < ours.totals["decode"][1] < wanted["decode"] / 2
+
+
 # A chunk's threshold follows the keys at its own step, so chunks skip more than the whole prompt at once.
 @pytest.mark.parametrize("chunk", [8192, 2048])
 def test_sparsity_at_6k_is_that_of_the_transformers_integration(
