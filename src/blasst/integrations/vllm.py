@@ -245,10 +245,8 @@ def unsupported_reason(vllm_config: Any, on_cpu: bool) -> str | None:
 
 def _value_size(text_config: Any) -> str | None:
     """The sizes of keys and values where a model's configuration names different ones, or None."""
-    if (
-        getattr(text_config, "kv_lora_rank", None) is not None
-    ):  # without MLA, vLLM pads the values to the size of the keys
-        return None
+    if getattr(text_config, "kv_lora_rank", None) is not None:
+        return None  # without MLA, vLLM pads the values to the size of the keys
     named = {name: getattr(text_config, name, None) for name in _SIZES}
     pangu = (named["qk_nope_dim"] or 0) + (named["qk_rope_dim"] or 0)
     for keys, name in (
