@@ -116,6 +116,9 @@ print("RUNS ON")
 
 ON = {"BLASST_THRESHOLD": "0.01"}
 
+#: Variables and arguments of an engine, and what is to be said of its start.
+Start = tuple[dict[str, str], dict[str, Any], str]
+
 
 def altered(model: Path, folder: Path, **changes: Any) -> str:
     """A copy of a model's folder without weights and with another configuration."""
@@ -128,11 +131,18 @@ def altered(model: Path, folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
+def require_said(program: str, cases: dict[str, Start], model: Path, folder: Path) -> None:
+    """Run a program on all cases, and find in what it says of each what is to be said."""
+    given = {name: {"variables": v, "engine": e} for name, (v, e, _) in cases.items()}
+    said = cases_of(program, given, model, folder, environment())
+    assert {name for name, (_, _, text) in cases.items() if text not in said[name]} == set(), said
+
+
 def test_wrong_options_end_the_start(model_folder: Path, tmp_path: Path) -> None:
     other = json.loads(PROFILE.read_text())
     other["model"]["fingerprint"] = "0" * 32
     (tmp_path / "other.json").write_text(json.dumps(other))
-    cases: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
+    cases: dict[str, Start] = {
         "number": ({"BLASST_THRESHOLD": "abc"}, {}, "BLASST_THRESHOLD: got 'abc', wants one number"),
         "range": ({"BLASST_THRESHOLD": "1.5"}, {}, "threshold of prefill: got 1.5, wants [0, 1]"),
         "name": ({"BLASST_TRESHOLD": "0.1"}, {}, "BLASST_TRESHOLD: unknown variable"),
@@ -166,20 +176,13 @@ def test_wrong_options_end_the_start(model_folder: Path, tmp_path: Path) -> None
         "named": (ON, {"attention_backend": "blasst"}, "started with blasst"),
         "none": ({}, {"attention_backend": "torch_native"}, "started with torch_native"),
     }
-    said = cases_of(
-        ARGUMENTS,
-        {name: {"variables": v, "engine": e} for name, (v, e, _) in cases.items()},
-        model_folder,
-        tmp_path,
-        environment(),
-    )
-    assert {name for name, (_, _, text) in cases.items() if text not in said[name]} == set(), said
+    require_said(ARGUMENTS, cases, model_folder, tmp_path)
 
 
 def test_arguments_resolved_without_the_plugin_do_not_run_dense(model_folder: Path, tmp_path: Path) -> None:
     named: dict[str, Any] = {"attention_backend": "blasst", "disable_cuda_graph": True}
     wanted = "resolved before SGLang loaded its plugins, to the attention backend torch_native; wants blasst"
-    cases: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
+    cases: dict[str, Start] = {
         "dense": (ON, {}, wanted),
         "dense by name": (ON, {"attention_backend": "torch_native"}, wanted),
         "named": (ON, named, "started with blasst"),
@@ -188,14 +191,7 @@ def test_arguments_resolved_without_the_plugin_do_not_run_dense(model_folder: Pa
         "wrong option": ({"BLASST_THRESHOLD": "1.5"}, named, "got 1.5, wants [0, 1]"),
         "no options": ({}, {}, "started with torch_native"),
     }
-    said = cases_of(
-        LATE,
-        {name: {"variables": v, "engine": e} for name, (v, e, _) in cases.items()},
-        model_folder,
-        tmp_path,
-        environment(),
-    )
-    assert {name for name, (_, _, text) in cases.items() if text not in said[name]} == set(), said
+    require_said(LATE, cases, model_folder, tmp_path)
 
 
 def test_a_runtime_with_options_does_not_run_dense(model_folder: Path, tmp_path: Path) -> None:
@@ -252,14 +248,8 @@ def test_engines_that_cannot_be_served_do_not_start(model_folder: Path, tmp_path
         "graphs": ({"cuda_graph_backend_decode": "full"}, "CUDA graphs of decode were asked for"),
         "chunks": ({"enable_mixed_chunk": True, "chunked_prefill_size": 512}, "started with blasst"),
     }
-    said = cases_of(
-        ARGUMENTS,
-        {name: {"variables": ON, "engine": engine} for name, (engine, _) in cases.items()},
-        model_folder,
-        tmp_path,
-        environment(),
-    )
-    assert {name for name, (_, text) in cases.items() if text not in said[name]} == set(), said
+    all_on = {name: (ON, engine, text) for name, (engine, text) in cases.items()}
+    require_said(ARGUMENTS, all_on, model_folder, tmp_path)
 
 
 def test_layers_that_cannot_be_served_end_the_start(model_folder: Path, tmp_path: Path) -> None:
