@@ -18,10 +18,15 @@ FOLDER = Path(__file__).parent
 SOURCES = FOLDER.parents[1] / "src/blasst/kernels"
 RECORD = FOLDER / "verified.json"
 
-#: Family -> files that hold its device code or launch it.
+_TRITON, _HOPPER = ["triton/*.py"], ["hopper/*.cu", "hopper/*.cuh", "hopper/*.py", "triton/launch.py"]
+
+#: Family of tests -> files that hold the device code they test or launch it. With one GPU, all tests of
+#: two_gpus are skipped, which leaves their entry as it was.
 FAMILIES = {
-    "triton": ["triton/*.py"],
-    "hopper": ["hopper/*.cu", "hopper/*.cuh", "hopper/*.py", "triton/launch.py"],
+    "triton": _TRITON,
+    "hopper": _HOPPER,
+    "both": [*_TRITON, *_HOPPER],
+    "two_gpus": ["hopper/launch.py", "hopper/compile.py", "triton/launch.py"],
 }
 
 

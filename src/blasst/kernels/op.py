@@ -69,14 +69,25 @@ def _attention(*args: Any) -> _Flat:
     no_count = problem.q.new_empty(0, dtype=torch.int64)
     if result.lse is None:
         raise RuntimeError("a kernel returned no lse")
+    skipped, visited = (
+        (no_count, torch.empty_like(no_count)) if result.counts is None else _apart(result.counts)
+    )
     return (
         result.out,
         result.lse,
-        no_count if result.counts is None else result.counts.skipped,
-        torch.empty_like(no_count) if result.counts is None else result.counts.visited,
+        skipped,
+        visited,
         nothing if result.mass_bound is None else result.mass_bound,
         problem.q.new_empty(0, dtype=torch.bool) if result.kept_tiles is None else result.kept_tiles,
     )
+
+
+def _apart(counts: SkipCounts) -> tuple[Tensor, Tensor]:
+    """Skipped and visited in memory of their own: a kernel may fill one tensor, outputs share none."""
+    skipped, visited = counts.skipped, counts.visited
+    if skipped.untyped_storage().data_ptr() == visited.untyped_storage().data_ptr():
+        visited = visited.clone()
+    return skipped, visited
 
 
 @torch.library.register_fake("blasst::attention")
