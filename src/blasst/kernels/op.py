@@ -64,7 +64,12 @@ def _problem(args: tuple[Any, ...]) -> tuple[AttentionProblem, str]:
 @torch.library.impl("blasst::attention", "CompositeExplicitAutograd")
 def _attention(*args: Any) -> _Flat:
     problem, impl = _problem(args)
-    result = select.run(problem, impl)
+    device = problem.q.device.type
+    if torch.is_autocast_enabled(device):  # for the caller's products, not for those inside
+        with torch.autocast(device, enabled=False):
+            result = select.run(problem, impl)
+    else:
+        result = select.run(problem, impl)
     nothing = problem.q.new_empty(0, dtype=torch.float32)
     no_count = problem.q.new_empty(0, dtype=torch.int64)
     if result.lse is None:
