@@ -61,7 +61,6 @@ def _problem(args: tuple[Any, ...]) -> tuple[AttentionProblem, str]:
     return AttentionProblem(**values), impl
 
 
-@torch.library.impl("blasst::attention", "CompositeExplicitAutograd")
 def _attention(*args: Any) -> _Flat:
     problem, impl = _problem(args)
     device = problem.q.device.type
@@ -85,6 +84,9 @@ def _attention(*args: Any) -> _Flat:
         nothing if result.mass_bound is None else result.mass_bound,
         problem.q.new_empty(0, dtype=torch.bool) if result.kept_tiles is None else result.kept_tiles,
     )
+
+
+torch.library.impl("blasst::attention", "CompositeExplicitAutograd", _attention)
 
 
 def _apart(counts: SkipCounts) -> tuple[Tensor, Tensor]:
