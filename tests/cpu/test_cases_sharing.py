@@ -17,7 +17,7 @@ from cases_parts import (
 
 from blasst import merge_attention
 from blasst.core.reference import reference_attention
-from blasst.testing import assert_error_bound, assert_finite, assert_within_budget, max_error
+from blasst.testing import assert_error_bound, assert_finite, assert_within_budget, max_error, pages_from
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy of the interpreter
 
@@ -132,6 +132,36 @@ def test_pages_may_be_shared_and_named_twice(impl, phase):
         close(got.out[b], alone.out[0], rtol=1e-5, atol=1e-6)
         tiles = alone.kept_tiles.shape[-1]
         assert torch.equal(got.kept_tiles[b, ..., :tiles], alone.kept_tiles[0])
+
+
+@impls
+def test_a_spike_in_the_first_page_decides_for_all_of_a_long_cache(impl):
+    """However many splits there are and whoever shares the batch: tiles compare with the same anchors."""
+    length, page = 16384 if FEW else 4096, 16
+    generator = torch.Generator().manual_seed(11)
+    q, k, v = (torch.randn(2, n, h, 64, generator=generator) for n, h in ((1, 8), (length, 2), (length, 2)))
+    q[..., 0] = 8.0
+    k[:, 5, :, 0] = 40.0  # 40 nats, in the first page; the others lie within some 6 of 0
+    q, k, v = (x.to(DTYPE) for x in (q, k, v))
+    (pages_k, table), (pages_v, _) = (pages_from(x, page, fill=math.nan) for x in (k, v))
+    used = torch.tensor([length, length // 2 + 7], dtype=torch.int32)
+    options = {"threshold": 0.05, "impl": impl, **MAPS}
+    got = blasst_attn_with_kvcache(q, pages_k, pages_v, cache_seqlens=used, block_table=table, **options)
+    for b, n in enumerate(used.tolist()):
+        tiles = -(-n // 64)
+        kept = torch.zeros(got.kept_tiles.shape[-1], dtype=torch.bool)
+        kept[[0, tiles - 2, tiles - 1]] = True
+        assert bool((got.kept_tiles[b] == kept).all())
+        alone = blasst_attn_with_kvcache(
+            q[b : b + 1],
+            pages_k,
+            pages_v,
+            cache_seqlens=used[b : b + 1],
+            block_table=table[b : b + 1, : -(-n // page)].contiguous(),
+            **options,
+        )
+        assert torch.equal(alone.out[0], got.out[b])
+        assert torch.equal(alone.lse[0], got.lse[b])
 
 
 def check_dropped(got_out, got_lse, dense, threshold, keys, v):

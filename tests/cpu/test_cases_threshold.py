@@ -166,6 +166,9 @@ def test_options_are_never_accepted_and_ignored(impl):
     q, k, v = (x.transpose(1, 2) for x in inputs)
     with pytest.raises(UnsupportedError, match="attn_mask"):
         attention(q, k, v, torch.ones(64, 256, dtype=torch.bool), enable_gqa=True, threshold=0.1, impl=impl)
+    lowest = torch.full((64, 256), torch.finfo(torch.float32).min)
+    with pytest.raises(UnsupportedError, match="attn_mask"):  # also one that stands for -inf
+        attention(q, k, v, lowest, enable_gqa=True, threshold=0.1, impl=impl)
     with pytest.raises(UnsupportedError, match="dropout_p"):
         attention(q, k, v, dropout_p=0.1, enable_gqa=True, threshold=0.1, impl=impl)
     with pytest.raises(ValueError, match=r"max_skipped_mass.*threshold"):

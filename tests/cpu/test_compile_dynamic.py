@@ -115,6 +115,21 @@ def test_symbolic_sizes_are_one_graph(name):
     assert len(set(compilations)) == 1
 
 
+@pytest.mark.parametrize("shape", [(0, 9, 20), (3, 0, 20), (3, 9, 0)])
+@pytest.mark.parametrize("attn", [blasst_attn_func, blasst_attn_with_kvcache])
+def test_empty_batches_rows_and_keys_compile(attn, shape):
+    batch, rows, keys = shape
+    x = [torch.randn(batch, n, h, 16) for n, h in ((rows, 4), (keys, 2), (keys, 2))]
+
+    def call(q, k, v):
+        return attn(q, k, v, threshold=0.1, return_lse=True, return_counts=True, return_kept_tiles=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for a, b in zip(tensors(compiled(*x)), tensors(call(*x)), strict=True):
+        assert a.shape == b.shape and torch.equal(a, b)
+
+
 @pytest.mark.parametrize("impl", ["eager", "reference"])
 @pytest.mark.parametrize("tokens", [2, 70])
 def test_autocast_leaves_a_call_and_the_products_inside_alone(tokens, impl):

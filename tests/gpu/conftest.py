@@ -29,6 +29,9 @@ FAMILIES = {
     "two_gpus": ["hopper/launch.py", "hopper/compile.py", "triton/launch.py"],
 }
 
+#: Family -> what its tests import from this folder.
+PARTS = {"hopper": ["decode_oracle.py"], "both": ["peak_memory.py"]}
+
 
 def test_files(family: str) -> list[Path]:
     """The files of this folder that test a family."""
@@ -43,7 +46,8 @@ def kernel_hashes(family: str) -> dict[str, str]:
 
 def test_hashes(family: str) -> dict[str, str]:
     """sha256 of every test file of a family: they run nowhere else, so a change is unproven until then."""
-    return {path.name: _sha256(path) for path in test_files(family)}
+    files = [*test_files(family), *(FOLDER / name for name in PARTS.get(family, ()))]
+    return {path.name: _sha256(path) for path in files}
 
 
 def _sha256(path: Path) -> str:
