@@ -1,6 +1,6 @@
 """Where the cases of test_cases_*.py run: on reference and eager kernel, unless the environment says more.
 
-- TRITON_INTERPRET=1: the Triton kernels in the interpreter, by hand: it takes minutes.
+- TRITON_INTERPRET=1: the Triton kernels in the interpreter; test_triton.py does it.
 - BLASST_CASES=triton or hopper: those kernels on a GPU; tests/gpu/test_both_cases.py does it. Tensors are
   made and compared on the CPU, and a call takes them to the GPU as they are: strides, shared memory, what
   lies beside them. What the Hopper kernels never serve is made wider (head_dim 64 at least) and of 16 bits by
@@ -36,6 +36,8 @@ def heavy_tailed_inputs(*shape, dtype=torch.float32, **options):
     if HOPPER:
         dtype = DTYPE if dtype == torch.float32 else dtype
         shape = (*shape[:5], *(max(dim, 64) for dim in shape[5:]))
+    if INTERPRETED and dtype == torch.bfloat16:  # which the interpreter computes wrongly
+        dtype = torch.float16
     return _heavy_tailed_inputs(*shape, dtype=dtype, **options)
 
 
