@@ -7,6 +7,7 @@ import torch
 from cases_parts import (
     DTYPE,
     FEW,
+    ON_GPU,
     blasst_attn_func,
     blasst_attn_varlen_func,
     blasst_attn_with_kvcache,
@@ -137,7 +138,7 @@ def test_pages_may_be_shared_and_named_twice(impl, phase):
 @impls
 def test_a_spike_in_the_first_page_decides_for_all_of_a_long_cache(impl):
     """However many splits there are and whoever shares the batch: tiles compare with the same anchors."""
-    length, page = 16384 if FEW else 4096, 16
+    length, page = 16384 if ON_GPU else 4096, 16
     generator = torch.Generator().manual_seed(11)
     q, k, v = (torch.randn(2, n, h, 64, generator=generator) for n, h in ((1, 8), (length, 2), (length, 2)))
     q[..., 0] = 8.0
