@@ -1,7 +1,11 @@
 """screen=: no tile is screened that the rule keeps, and no bit of a result changes."""
 
 import math
+import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from blasst.core.screen import upper_scores
 from blasst.kernels import repeats, select
 from blasst.testing import heavy_tailed_inputs, pages_from
 
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "screened_tiles.py"
 IMPLS = ["eager", "reference"]
 EVERYTHING = {"return_lse": True, "return_counts": True, "return_kept_tiles": True}
 
@@ -125,6 +130,20 @@ def test_the_keys_of_a_screened_tile_do_not_matter(impl):
     assert_same_bits(blasst_attn_with_kvcache(*inputs, screen=codes, **options), want)
     broken = blasst_attn_with_kvcache(*inputs, **options)
     assert bool(broken.out.isnan().any())  # without codes they do
+
+
+def test_the_script_says_how_much_is_screened(tmp_path):
+    inputs = heavy_tailed_inputs(1, 1500, 1500, 4, 2, 16, noise=1.0, seed=11)
+    torch.save(dict(zip("qkv", inputs, strict=True)), tmp_path / "qkv.pt")
+    command = [sys.executable, SCRIPT, tmp_path / "qkv.pt", "--sparsities", "0.4,0.6", "--steps", "2"]
+    done = subprocess.run([*command, "--length", "1400"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    title, *lines = done.stdout.splitlines()
+    assert title == "captured: qkv, 1400 keys, 2 steps" and len(lines) == 2
+    for line, wanted in zip(lines, (40, 60), strict=True):
+        sparsity, *shares = map(float, re.findall(r"([0-9.]+)%", line))
+        assert abs(sparsity - wanted) < 3 and len(shares) == 3
+        assert 30 < shares[0] <= shares[1] <= shares[2] <= 100
 
 
 # --- the bound ----------------------------------------------------------------------------------------------
