@@ -260,7 +260,14 @@ def _rounded(x: Tensor, toward: float) -> Tensor:
     """float64 as float16, rounded to -inf or to inf."""
     near = x.to(torch.float16)
     short = near.double() > x if toward < 0 else near.double() < x
-    return torch.where(short, torch.nextafter(near, torch.full_like(near, toward)), near)
+    return torch.where(short, _next(near, toward), near)
+
+
+def _next(x: Tensor, toward: float) -> Tensor:
+    """The next float16 towards -inf or inf; torch.nextafter knows float16 in few versions and devices."""
+    grows = (x > 0) == (toward > 0)  # in magnitude, which is what the bits count
+    moved = (x.view(torch.int16) + torch.where(grows, 1, -1).to(torch.int16)).view(torch.float16)
+    return torch.where(x == 0, math.copysign(2.0**-24, toward), moved)
 
 
 def pack_codes(code: Tensor, bits: int) -> Tensor:
