@@ -65,12 +65,15 @@ def end_to_end(
     from blasst.bench.steps import Step, check_steps, missing_steps
     from blasst.bench.variants import BenchmarkResult
     from blasst.core.errors import BlasstError
-    from blasst.core.types import PHASES
 
     usual = _USUAL_STEPS if model is None else _USUAL_STEPS_OF_A_MODEL
-    wanted = [usual[0] if prefill is None else prefill, usual[1] if decode is None else decode]
-    steps = [Step(phase, *pair) for phase, pairs in zip(PHASES, wanted) for pair in pairs]
+    steps = [
+        Step("decode", *pair) for pair in (usual[1] if decode is None else decode)
+    ]  # the short ones first
+    steps += [Step("prefill", *pair) for pair in (usual[0] if prefill is None else prefill)]
     where, torch_dtype = torch_device(device), getattr(torch, DTYPES[dtype])
+    if model is None and shape != "tiny" and where.type == "cpu":
+        raise typer.BadParameter(f"--shape {shape} needs a GPU; --shape tiny tries the command without one")
     if model is None:
         runs = random_model(shape, dtype=torch_dtype, device=where, attention_gain=attention_gain, seed=seed)
     else:

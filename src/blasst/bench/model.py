@@ -51,6 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "head_dim": 64,
         "max_position_embeddings": 8192,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
         "tie_word_embeddings": False,
