@@ -8,6 +8,7 @@ from blasst._version import __version__
 from blasst.core.errors import BlasstError, CalibrationError, ProfileError, UnsupportedError
 
 if TYPE_CHECKING:
+    from blasst.core.key_codes import KeyCodes
     from blasst.core.merge import merge_attention
     from blasst.core.profile import load_profile
     from blasst.core.types import AttentionOutput, SkipCounts
@@ -28,6 +29,7 @@ __all__ = [
     "AttentionOutput",
     "BlasstError",
     "CalibrationError",
+    "KeyCodes",
     "ProfileError",
     "SkipCounts",
     "UnsupportedError",
@@ -52,6 +54,7 @@ __all__ = [
 #: line can refuse bad arguments before torch is loaded.
 _LAZY = {
     "AttentionOutput": "blasst.core.types",
+    "KeyCodes": "blasst.core.key_codes",
     "SkipCounts": "blasst.core.types",
     "attention": "blasst.sdpa",
     "attention_stats": "blasst.integrations.transformers",

@@ -35,6 +35,7 @@ from blasst.cli_arguments import (
     tile_choice,
 )
 from blasst.cli_bench import bench_app
+from blasst.cli_end_to_end import end_to_end
 from blasst.cli_output import error_console, print_json, print_table, progress_bar
 from blasst.core.errors import BlasstError
 
@@ -45,6 +46,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench_app.command()(end_to_end)
 app.add_typer(bench_app, name="bench")
 
 Model = Annotated[

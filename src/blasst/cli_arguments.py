@@ -127,6 +127,33 @@ def sparsity_list(text: str | SparsityList) -> SparsityList:
     return SparsityList(sorted(set(values)))
 
 
+class StepList(tuple[tuple[int, int], ...]):
+    """(tokens, sequences), shortest first; a type of its own, as LengthList."""
+
+
+def step_list(text: str | StepList) -> StepList:
+    """Comma-separated lengths with batches: "32Kx1,64Kx8"; a batch of 1 may be left out, "none" is no step.
+
+    Args:
+        text: what was typed, or a default.
+
+    Raises:
+        typer.BadParameter: not a list of positive numbers.
+    """
+    if isinstance(text, StepList):
+        return text
+    if text.strip() == "none":
+        return StepList()
+    steps = set()
+    for part in text.split(","):
+        tokens, _, batch = part.strip().partition("x")
+        match = re.fullmatch(r"[1-9]\d*", batch or "1")
+        if match is None:
+            raise typer.BadParameter(f"{part.strip()!r} is no step; write for example 32Kx1,64Kx8, or none")
+        steps.add((sequence_lengths(tokens)[0], int(match[0])))
+    return StepList(sorted(steps))
+
+
 class TileChoice(tuple[Tiles, ...]):
     """Kernels whose tiles are counted, one per phase; a type of its own, as LengthList."""
 

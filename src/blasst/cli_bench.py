@@ -41,13 +41,13 @@ Rows = Annotated[
     Path | None, typer.Option(parser=output_file, metavar="FILE", help="Append the rows as JSON lines.")
 ]
 
-_Dtype = Annotated[Literal["bf16", "fp16", "fp32"], typer.Option()]
-_Repeats = Annotated[
+Dtype = Annotated[Literal["bf16", "fp16", "fp32"], typer.Option()]
+Repeats = Annotated[
     int | None, typer.Option(min=1, help="Timed calls; default: about 200 ms of each variant.")
 ]
-_Seed = Annotated[int, typer.Option(min=0)]
-_Device = Annotated[str | None, typer.Option(help="torch device; default cuda if there is one.")]
-_Sparsities = Annotated[
+Seed = Annotated[int, typer.Option(min=0)]
+Device = Annotated[str | None, typer.Option(help="torch device; default cuda if there is one.")]
+Sparsities = Annotated[
     SparsityList, typer.Option(parser=sparsity_list, metavar="S,S", help="Wanted sparsities.")
 ]
 
@@ -58,7 +58,7 @@ _SPARSITIES = SparsityList((0.25, 0.5, 0.7, 0.8, 0.9))
 _DECODE_LENGTHS = LengthList((16384, 65536))
 _DECODE_BATCHES = LengthList((1, 4, 16, 64))
 _DECODE_SPARSITIES = SparsityList((0.5, 0.8, 0.95))
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def _table(rows: list[BenchmarkRow], names: dict[str, str]) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def _table(rows: list[BenchmarkRow], names: dict[str, str]) -> list[dict[str, An
     return [{title: asdict(row)[field] for title, field in names.items()} for row in rows]
 
 
-def _measure_all(
+def measure_all(
     bench: str,
     cases: Sequence[tuple[str, Callable[[], BenchmarkResult]]],
     title: str,
@@ -102,7 +102,7 @@ def _measure_all(
         return
     for note in notes:
         error_console.print(f"note: {note}", markup=False)
-    print_table(f"{title}; {rows[0].inputs}", _table(rows, names))
+    print_table(f"{title}; {rows[0].inputs}" if rows else title, _table(rows, names))
 
 
 @bench_app.command()
@@ -165,7 +165,12 @@ def _check_capture(**others: object) -> None:
         raise typer.BadParameter(f"{', '.join(given)}: with --capture the file gives the shape")
 
 
-def _device(name: str | None) -> torch.device:
+def torch_device(name: str | None) -> torch.device:
+    """The device of that name, or the GPU if there is one.
+
+    Args:
+        name: what was typed.
+    """
     import torch
 
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -184,20 +189,20 @@ def prefill(
         typer.Option(parser=head_counts, metavar="Q/KV", help="Query and KV heads; default 32/8."),
     ] = None,
     head_dim: Annotated[int | None, typer.Option(min=2, help="Default 128.")] = None,
-    dtype: _Dtype = "bf16",
+    dtype: Dtype = "bf16",
     batch: Annotated[int | None, typer.Option(min=1, help="Default 1.")] = None,
     non_causal: Annotated[bool, typer.Option("--non-causal", help="Every row sees every key.")] = False,
     impl: Annotated[Impl, typer.Option(help="Kernel, as in blasst_attn_func.")] = "auto",
-    sparsities: _Sparsities = _SPARSITIES,
+    sparsities: Sparsities = _SPARSITIES,
     capture: Annotated[
         Path | None,
         typer.Option(
             parser=existing_file, metavar="FILE", help="torch file with q, k and v of a real model."
         ),
     ] = None,
-    repeats: _Repeats = None,
-    seed: _Seed = 0,
-    device: _Device = None,
+    repeats: Repeats = None,
+    seed: Seed = 0,
+    device: Device = None,
     out: Rows = None,
     json_output: Json = False,
 ) -> None:
@@ -209,7 +214,7 @@ def prefill(
     from blasst.bench.inputs import captured_inputs, hot_and_cold_inputs
     from blasst.bench.prefill import measure_prefill
 
-    where, torch_dtype = _device(device), getattr(torch, _DTYPES[dtype])
+    where, torch_dtype = torch_device(device), getattr(torch, DTYPES[dtype])
     whole = None if capture is None else captured_inputs(capture, dtype=torch_dtype, device=where)
     lengths = (seqlens or _PREFILL_LENGTHS) if whole is None else _lengths_of_capture(seqlens, whole)
 
@@ -229,7 +234,7 @@ def prefill(
     shown |= {"ms": "ms", "TFLOP/s": "tflops", "x cudnn": "ratio_to_cudnn", "x dense": "ratio_to_own_dense"}
     cases = [(f"{seqlen} tokens", partial(measure, seqlen)) for seqlen in lengths]
     title = "Prefill, dense-equivalent TFLOP/s"
-    _measure_all("bench prefill", cases, title, shown, out, json_output)
+    measure_all("bench prefill", cases, title, shown, out, json_output)
 
 
 @bench_app.command()
@@ -250,14 +255,14 @@ def decode(
         typer.Option(parser=head_counts, metavar="Q/KV", help="Query and KV heads; default 32/8."),
     ] = None,
     head_dim: Annotated[int | None, typer.Option(min=2, help="Default 128.")] = None,
-    dtype: _Dtype = "bf16",
+    dtype: Dtype = "bf16",
     new_tokens: Annotated[  # at most MAX_DECODE_TOKENS, whose file loads torch
         int, typer.Option(min=1, max=8, help="Query rows of a sequence.")
     ] = 1,
     page_size: Annotated[int, typer.Option(min=0, help="Slots of a page; 0 = contiguous.")] = 0,
     fp8: Annotated[bool, typer.Option("--fp8", help="A float8_e4m3fn cache.")] = False,
     impl: Annotated[Impl, typer.Option(help="Kernel, as in blasst_attn_with_kvcache.")] = "auto",
-    sparsities: _Sparsities = _DECODE_SPARSITIES,
+    sparsities: Sparsities = _DECODE_SPARSITIES,
     capture: Annotated[
         Path | None,
         typer.Option(
@@ -266,9 +271,9 @@ def decode(
             help="torch file with q, k and v of a real model; each sequence is a copy of it.",
         ),
     ] = None,
-    repeats: _Repeats = None,
-    seed: _Seed = 0,
-    device: _Device = None,
+    repeats: Repeats = None,
+    seed: Seed = 0,
+    device: Device = None,
     out: Rows = None,
     json_output: Json = False,
 ) -> None:
@@ -280,7 +285,7 @@ def decode(
     from blasst.bench.decode import measure_decode
     from blasst.bench.inputs import captured_inputs, hot_and_cold_inputs
 
-    where, torch_dtype = _device(device), getattr(torch, _DTYPES[dtype])
+    where, torch_dtype = torch_device(device), getattr(torch, DTYPES[dtype])
     whole = None if capture is None else captured_inputs(capture, dtype=torch_dtype, device=where)
     lengths = (seqlens or _DECODE_LENGTHS) if whole is None else _lengths_of_capture(seqlens, whole)
 
@@ -306,7 +311,7 @@ def decode(
     shown |= {"sparsity": "sparsity", "us": "us", "TB/s": "tbps", "host us": "host_us"}
     shown |= {"x cudnn": "ratio_to_cudnn", "x dense": "ratio_to_own_dense"}
     cases = [(f"{n} x {seqlen} keys", partial(measure, seqlen, n)) for seqlen in lengths for n in batch]
-    _measure_all("bench decode", cases, "Decode", shown, out, json_output)
+    measure_all("bench decode", cases, "Decode", shown, out, json_output)
 
 
 @bench_app.command()

@@ -11,7 +11,9 @@ from torch import Tensor
 from blasst.core import checks
 from blasst.core.block_mask import check_block_mask
 from blasst.core.cache import append_to_cache, check_new_keys
+from blasst.core.key_codes import KeyCodes
 from blasst.core.problem import AttentionProblem
+from blasst.core.screen import check_screen
 from blasst.core.threshold import threshold_from_scale_factor
 from blasst.core.types import MAX_DECODE_TOKENS, AttentionOutput, Phase
 from blasst.kernels import op, repeats, select
@@ -277,6 +279,7 @@ def blasst_attn_with_kvcache(
     sinks: Tensor | None = None,
     max_skipped_mass: float | None = None,
     block_mask: Tensor | None = None,
+    screen: KeyCodes | None = None,
     return_lse: bool = False,
     return_counts: bool = False,
     return_mass_bound: bool = False,
@@ -318,8 +321,13 @@ def blasst_attn_with_kvcache(
         block_mask: as in `blasst_attn_func`; under the decode rule (batch, num_kv_heads, 1, key tiles) in
             tiles of 64 keys that cover the capacity. The anchors are then the first and the last two tiles
             that it leaves.
+        screen: codes of the keys in k_cache, from which many tiles are known to be skipped before they are
+            scored; every result is the same bit for bit. Under the decode rule, with a threshold, without
+            max_skipped_mass, return_mass_bound, cache_leftpad and a float8_e4m3fn cache. Codes of tiles that
+            k completes are made by this call; see `KeyCodes` for keys written otherwise. None = none.
         return_lse: fill AttentionOutput.lse.
-        return_counts: fill AttentionOutput.counts; (batch, num_kv_heads) under the decode rule.
+        return_counts: fill AttentionOutput.counts; (batch, num_kv_heads) under the decode rule. With screen
+            also counts.screened.
         return_mass_bound: fill AttentionOutput.mass_bound.
         return_kept_tiles: fill AttentionOutput.kept_tiles.
         impl: as in `blasst_attn_func`.
@@ -331,7 +339,8 @@ def blasst_attn_with_kvcache(
         TypeError: a wrong type, or a dtype of an argument that is fixed.
         ValueError: a wrong value, shape or device, dtypes of q, k, v that do not fit each other, or a scale
             beside a cache that is not float8_e4m3fn.
-        UnsupportedError: no kernel can serve the call, or the cache has another 8-bit dtype.
+        UnsupportedError: no kernel can serve the call, the cache has another 8-bit dtype, or screen stands
+            beside what it does not go with.
         NotImplementedError: gradients are wanted.
 
     Source: BLASST (arXiv:2512.12087) section 3.4; the anchor rule is docs/method.md.
@@ -339,6 +348,7 @@ def blasst_attn_with_kvcache(
     key, number = None, threshold if type(threshold) is float and 0 <= threshold <= 1 else None
     given = None if number is not None else threshold
     plain = k is None and v is None and threshold_scale_factor is None and block_mask is None
+    plain = plain and screen is None
     if plain and cache_seqlens is not None:
         settings = (causal, softmax_scale, window_size, softcap, max_skipped_mass, return_lse, return_counts)
         key = repeats.call_key(
@@ -417,10 +427,15 @@ def blasst_attn_with_kvcache(
         k_descale=k_scale,
         v_descale=v_scale,
     )
+    if screen is not None:
+        problem = replace(problem, screen=check_screen(screen, problem))
     if k is not None and v is not None:
         if not torch.compiler.is_compiling():
             select.choose(problem, impl)  # a call that cannot be served must leave the cache alone
         append_to_cache(k_cache, v_cache, k, v, before, block_table, k_scale, v_scale)
+        if screen is not None:
+            screen.truncate(before)
+            screen.append(k_cache, lengths, block_table)
     result = op.call(problem, impl, return_lse)
     if key is not None:
         repeats.remember(key, problem, return_lse, *tensors)

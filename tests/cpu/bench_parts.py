@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -29,13 +30,13 @@ def run_inside(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return cli.run()
 
 
-def forbid_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+def forbid_timing(monkeypatch: pytest.MonkeyPatch, module: ModuleType = variants) -> None:
     """Whoever times from here on fails."""
 
     def no_timing(*_: object, **__: object) -> None:
         raise AssertionError("a wrong kernel was timed")
 
-    monkeypatch.setattr(variants, "interleaved", no_timing)
+    monkeypatch.setattr(module, "interleaved", no_timing)
 
 
 def with_nan(result: AttentionOutput) -> AttentionOutput:

@@ -15,7 +15,13 @@ from unittest import mock
 
 import torch
 
-from blasst import UnsupportedError, blasst_attn_func, blasst_attn_varlen_func, blasst_attn_with_kvcache
+from blasst import (
+    KeyCodes,
+    UnsupportedError,
+    blasst_attn_func,
+    blasst_attn_varlen_func,
+    blasst_attn_with_kvcache,
+)
 from blasst.core.problem import AttentionProblem
 from blasst.core.types import FP8
 from blasst.kernels import hopper, op, select
@@ -131,6 +137,11 @@ def masked(tokens: int) -> Callable[..., object]:
     return attend(tokens, block_mask=mask)
 
 
+def screened(tokens: int) -> Callable[..., object]:
+    x = tensors(tokens)
+    return partial(blasst_attn_with_kvcache, *x, screen=KeyCodes.from_keys(x[1], 4), threshold=0.1)
+
+
 @dataclass(frozen=True)
 class Row:
     """One line: a feature, its calls of each phase, and where it is tested.
@@ -240,6 +251,7 @@ ROWS = [
         phases=(40,),
     ),
     Row("`block_mask`", masked, ("cpu/test_block_mask.py",)),
+    Row("`screen`, which saves nothing there yet", screened, ("cpu/test_screen.py",), phases=(2,)),
 ]
 
 #: They read lengths on the host.

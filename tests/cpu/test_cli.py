@@ -51,6 +51,8 @@ BAD_ARGUMENTS = {
     "sparsity of 1": ("bench", "prefill", "--sparsities", "0.5,1"),
     "unknown kernel": ("bench", "prefill", "--impl", "nothing"),
     "capture with heads": ("bench", "prefill", "--capture", "{file}", "--heads", "8/2"),
+    "steps that are none": ("bench", "end-to-end", "--prefill", "32Kx0"),
+    "steps of a missing model": ("bench", "end-to-end", "--model", "nowhere"),
     "plot of no rows": ("bench", "plot", "{file}", "--out", "{folder}/p.png"),
     "plot without an output": ("bench", "plot", "{file}"),
     "output folder is a file": ("demo", "--out", "{file}"),

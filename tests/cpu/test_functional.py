@@ -9,6 +9,7 @@ import torch
 import blasst
 from blasst import attention, blasst_attn_func, blasst_attn_varlen_func, blasst_attn_with_kvcache
 from blasst.core.errors import UnsupportedError
+from blasst.core.key_codes import KeyCodes
 from blasst.core.types import SkipCounts
 from blasst.kernels import op, select
 from blasst.testing import heavy_tailed_inputs
@@ -312,6 +313,7 @@ def arguments(phase, **change):
         "v_descale": None,
         "block_mask": None,
         "dense_tail": 0,
+        "screen": (),
         "want_counts": True,
         "want_mass_bound": True,
         "want_kept_tiles": True,
@@ -335,7 +337,7 @@ def test_outputs_of_the_op_share_no_memory(monkeypatch):
 
     def run(*given):
         got = plain(*given)
-        together = torch.stack(list(got.counts))
+        together = torch.stack(list(got.counts[:2]))
         return got._replace(counts=SkipCounts(*together))
 
     monkeypatch.setattr(op.select, "run", run)
@@ -345,17 +347,18 @@ def test_outputs_of_the_op_share_no_memory(monkeypatch):
 
 def test_shapes_for_the_compiler_equal_real_shapes():
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._pytree import tree_map_only
 
     packed = dict(zip("qkv", (x.flatten(0, 1) for x in inputs()), strict=True))
     packed.update(cu_seqlens_q=cu(0, 70, 140), cu_seqlens_k=cu(0, 300, 600))
     mask = torch.ones(2, 4, 2, 3, dtype=torch.bool)
     masked = arguments("prefill", block_mask=mask)
-    for args in (arguments("prefill"), arguments("decode"), arguments("prefill", **packed), masked):
+    codes = KeyCodes.from_keys(inputs()[1], 4)
+    screened = arguments("decode", screen=(codes.codes, codes.low, codes.step), want_mass_bound=False)
+    for args in (arguments("prefill"), arguments("decode"), arguments("prefill", **packed), masked, screened):
         real = torch.ops.blasst.attention(*args)
         with FakeTensorMode() as mode:
-            fake = torch.ops.blasst.attention(
-                *(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args)
-            )
+            fake = torch.ops.blasst.attention(*tree_map_only(torch.Tensor, mode.from_tensor, args))
         for a, b in zip(real, fake, strict=True):
             assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 

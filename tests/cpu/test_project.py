@@ -171,7 +171,7 @@ def test_documents_name_existing_paths_and_commands(document: Path) -> None:
             missing.append(quoted)
     missing += [f"make {t}" for t in re.findall(r"`make ([a-z-]+)`", text) if t not in make_targets()]
     help_text = (SOURCE / "cli.py").read_text()
-    bench_text = (SOURCE / "cli_bench.py").read_text()
+    bench_text = "".join((SOURCE / f"cli_{name}.py").read_text() for name in ("bench", "end_to_end"))
     for command in re.findall(r"\bblasst (doctor|calibrate|eval|inspect|bench|export|report|demo)\b", text):
         if not any(f'{form}"{command}")' in help_text for form in ("command(", "name=")) and (
             f"def {command}(" not in help_text
@@ -179,8 +179,8 @@ def test_documents_name_existing_paths_and_commands(document: Path) -> None:
             missing.append(f"blasst {command}")
     missing += [
         f"blasst bench {command}"
-        for command in re.findall(r"\bblasst bench (\w+)\b(?=[^\n]*`)", text)
-        if f"def {command}(" not in bench_text
+        for command in re.findall(r"\bblasst bench ([\w-]+)\b(?=[^\n]*`)", text)
+        if f"def {command.replace('-', '_')}(" not in bench_text
     ]
     assert missing == []
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from blasst.core.types import DECODE_TILE, PREFILL_TILE, Phase, num_tiles
 
 #: Share of hot blocks. In decode three anchor tiles are kept as well, and 95% of 16K keys shall be in reach.
-_HOT_FRACTION = {"prefill": 0.05, "decode": 0.03}
+HOT_FRACTION = {"prefill": 0.05, "decode": 0.03}
 #: How far the others lie below them, and the spread of scores inside a block, in nats.
-_COLD_NATS = (8.0, 40.0)
-_NOISE = 0.5
+COLD_NATS = (8.0, 40.0)
+NOISE = 0.5
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ def hot_and_cold_inputs(
         return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
     phase: Phase = "prefill" if new_tokens is None else "decode"
-    block, hot = (PREFILL_TILE if new_tokens is None else DECODE_TILE).key, _HOT_FRACTION[phase]
+    block, hot = (PREFILL_TILE if new_tokens is None else DECODE_TILE).key, HOT_FRACTION[phase]
     blocks = num_tiles(seqlen, block)
     draw = torch.rand(2, batch, blocks, num_kv_heads, generator=generator, device=device)
-    low, high = _COLD_NATS
+    low, high = COLD_NATS
     level = torch.where(draw[0] < hot, 0.0, -(low + (high - low) * draw[1]))
     level[:, 0] = 0.0
     level = level.repeat_interleave(block, dim=1)[:, :seqlen]
@@ -103,7 +103,7 @@ def hot_and_cold_inputs(
     q = normal(batch, new_tokens or seqlen, num_heads, head_dim)
     q[..., 0] = root
     k = normal(batch, seqlen, num_kv_heads, head_dim)
-    k *= _NOISE * (head_dim / (head_dim - 1)) ** 0.5
+    k *= NOISE * (head_dim / (head_dim - 1)) ** 0.5
     k[..., 0] = (level * root).to(dtype)
     v = normal(batch, seqlen, num_kv_heads, head_dim)
     name = f"heavy-tailed, {hot:.0%} hot blocks of {block}, cold {low:g} to {high:g} nats lower"

@@ -34,7 +34,7 @@ class BenchmarkRow:
     A ratio is the baseline's median time over this row's, both of one interleaved run: above 1 = faster.
 
     Attributes:
-        bench: "prefill", "decode", "portable prefill" or "portable decode".
+        bench: "prefill", "decode", "portable prefill", "portable decode" or "end_to_end".
         kernel: "blasst" and the name of the implementation, or a foreign dense baseline, such as "cudnn".
         inputs: name of the input set; sparsity at a threshold means nothing without it.
         dtype: torch dtype name of q, k and v.
@@ -64,6 +64,15 @@ class BenchmarkRow:
         cache_dtype: decode: torch dtype name of the cache that the kernel read; None = dtype.
         new_tokens: decode: query rows, as seqlen_q.
         host_us: decode on a GPU: microseconds of the host for one call.
+        phase: end to end: "prefill", ms is the time to the first token, or "decode", per output token.
+        contestant: end to end: which attention, such as "cudnn", "dense" or "50% skipped".
+        model: end to end: name of the model or of the shape of the random weights.
+        num_layers: end to end, as the four that follow.
+        hidden_size: of the residual stream.
+        intermediate_size: of an MLP.
+        vocab_size: tokens.
+        attention_gain: end to end: of the random weights; None = weights of a trained model.
+        cuda_graph: end to end, decode: whether a token was one replayed graph.
     """
 
     bench: str
@@ -95,6 +104,15 @@ class BenchmarkRow:
     cache_dtype: str | None = None
     new_tokens: int | None = None
     host_us: float | None = None
+    phase: str | None = None
+    contestant: str | None = None
+    model: str | None = None
+    num_layers: int | None = None
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    vocab_size: int | None = None
+    attention_gain: float | None = None
+    cuda_graph: bool | None = None
 
 
 #: Fields that a line may lack.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -45,6 +46,8 @@ class AttentionProblem:
         block_mask: bool (batch, heads that vote, query tiles, key tiles), shape of the kept map: a tile that
             is False is attended by no row of its query tile and counts as not visited. None = all.
         dense_tail: query tiles that hold one of a sequence's last so many rows skip nothing; prefill only.
+        screen: codes, low and step of `KeyCodes` of the keys, or empty = no screening; decode only, with a
+            threshold, without budget, mass bound, descale and leftpad.
         want_counts: fill AttentionOutput.counts.
         want_mass_bound: fill AttentionOutput.mass_bound.
         want_kept_tiles: fill AttentionOutput.kept_tiles.
@@ -72,6 +75,7 @@ class AttentionProblem:
     v_descale: Tensor | None = None
     block_mask: Tensor | None = None
     dense_tail: int = 0
+    screen: Sequence[Tensor] = ()
     want_counts: bool = False
     want_mass_bound: bool = False
     want_kept_tiles: bool = False

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from blasst.core.checks import check_dense_tail
 from blasst.core.problem import AttentionProblem
+from blasst.core.screen import upper_scores
 from blasst.core.sequences import (
     SequenceView,
     anchor_tiles,
@@ -198,7 +199,7 @@ def run_reference(
     kept = torch.zeros(shape, dtype=torch.bool, device=device)
     margin = torch.full(shape, math.nan, dtype=dtype, device=device)
     skipped = torch.zeros(shape[:2], dtype=torch.int64, device=device)
-    visited = torch.zeros_like(skipped)
+    visited, screened = torch.zeros_like(skipped), torch.zeros_like(skipped)
 
     for sequence in split_sequences(problem):
         b = sequence.index
@@ -207,10 +208,12 @@ def run_reference(
         place = (sequence.rows,) if problem.packed else (b, sequence.rows)
         for i in range(solver.num_query_tiles):
             row_ids, head_ids = solver.rows_of(i)
-            state = solver.solve(i, given, kept[b, :, i], margin[b, :, i])
+            sure = torch.zeros_like(kept[b, :, i])
+            state = solver.solve(i, given, kept[b, :, i], margin[b, :, i], sure)
             valid = solver.row_valid(i)
             visited[b] += solver.num_visited(i)
             skipped[b] += solver.num_visited(i) - kept[b, :, i].sum(-1)
+            screened[b] += sure.sum(-1)
             norm = torch.where(state.row_sum == 0, torch.ones_like(state.row_sum), state.row_sum)
             values = (
                 (out, state.acc / norm[..., None]),
@@ -224,7 +227,7 @@ def run_reference(
     return ReferenceOutput(
         out,
         lse.permute(axes),
-        SkipCounts(skipped, visited),
+        SkipCounts(skipped, visited, screened if problem.screen else None),
         mass_bound.permute(axes),
         kept,
         skipped_mass.permute(axes),
@@ -248,7 +251,7 @@ class _SequenceSolver:
         order: VisitingOrder,
         dtype: torch.dtype,
     ) -> None:
-        self.problem, self.tile, self.order = problem, tile, order
+        self.problem, self.tile, self.order, self.index = problem, tile, order, sequence.index
         self.seqlen_q, num_heads = sequence.q.shape[:2]
         self.seqlen_k, num_kv_heads = sequence.k.shape[:2]
         self.group = num_heads // num_kv_heads
@@ -312,8 +315,16 @@ class _SequenceSolver:
         cap = self.problem.softcap
         return torch.tanh(scores / cap) * cap if cap > 0 else scores
 
-    def solve(self, i: int, given: Tensor | None, kept: Tensor, margin: Tensor) -> _Rows:
-        """Visit the tiles of query tile i; fills kept and margin (heads, key tiles) in place."""
+    def _upper_scores(self, i: int, tiles: int) -> Tensor:
+        """Upper bound of each tile's scores from the codes of its keys, (heads, rows, key tiles)."""
+        row, head = self.rows_of(i)
+        rows = self.q[row, head] * self.problem.softmax_scale
+        return upper_scores(
+            *(rows, self.problem.screen, self.index, range(tiles), self.seqlen_k, self.problem.softcap)
+        )
+
+    def solve(self, i: int, given: Tensor | None, kept: Tensor, margin: Tensor, screened: Tensor) -> _Rows:
+        """Visit the tiles of query tile i; fills kept, margin and screened (heads, key tiles) in place."""
         begin, end = self._ranges(i)
         key = torch.arange(self.seqlen_k, device=self.q.device)
         visible = (key >= begin[:, None]) & (key < end[:, None])  # (rows, keys)
@@ -328,6 +339,7 @@ class _SequenceSolver:
         state = self._start(scores, i)
         anchors = self._anchors(begin, end, allowed, kept.shape) if decode else torch.zeros_like(kept)
         anchor = _AnchorState.of(scores, visible, state.row_max, anchors, self.tile.key) if decode else None
+        upper = self._upper_scores(i, kept.shape[-1]) if self.problem.screen else None
 
         for j, heads in visits(tiles, "ascending" if decode else self.order, allowed):
             columns = slice(j * self.tile.key, (j + 1) * self.tile.key)
@@ -339,6 +351,11 @@ class _SequenceSolver:
             gap, agree = self._vote(s, seen, compare, log_threshold)
             skip = agree & ~anchors[:, j]
             gap = torch.where(anchors[:, j], math.inf, gap)
+            if upper is not None:  # then what the keys of the tile say does not count
+                _, sure = self._vote(upper[..., j : j + 1], seen, compare, log_threshold)
+                sure &= ~anchors[:, j]
+                skip |= sure
+                screened[:, j] |= sure if heads is None else sure & heads
             if self.problem.max_skipped_mass is not None:
                 skip &= self._affordable(s, seen, state, anchor)
             if given is not None:

@@ -31,7 +31,7 @@ class SequenceView:
     rows: slice
 
 
-def _pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
+def keys_of_pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
     """The first `length` slots of a paged sequence; entries of the table past need are not read."""
     page_size = cache.shape[1]
     pages = table[: num_tiles(length, page_size)].long()
@@ -67,8 +67,8 @@ def split_sequences(problem: AttentionProblem) -> Iterator[SequenceView]:
         if used is not None:
             end = begin + used[index]
         if problem.block_table is not None:
-            k = _pages(problem.k, problem.block_table[index], end)
-            v = _pages(problem.v, problem.block_table[index], end)
+            k = keys_of_pages(problem.k, problem.block_table[index], end)
+            v = keys_of_pages(problem.v, problem.block_table[index], end)
         elif cu_k is not None:
             k, v = problem.k[begin:end], problem.v[begin:end]
         else:

@@ -46,10 +46,12 @@ class SkipCounts(NamedTuple):
     Attributes:
         skipped: (batch, num_heads) in prefill, (batch, num_kv_heads) in decode.
         visited: the same shape.
+        screened: the same shape, skipped tiles whose scores were not needed; None without screen=.
     """
 
     skipped: Tensor
     visited: Tensor
+    screened: Tensor | None = None
 
     @property
     def sparsity(self) -> Tensor:

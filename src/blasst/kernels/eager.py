@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from blasst.core.problem import AttentionProblem
+from blasst.core.screen import upper_scores
 from blasst.core.sequences import (
     SequenceView,
     anchor_tiles,
@@ -117,12 +118,7 @@ class _Sequence:
         if len(tiles) == 0:
             return None
         columns = slice(tiles.start * self.tile.key, tiles.stop * self.tile.key)
-        # rows of a KV head: (row, group member) in decode, where they vote together; else (member, row)
-        grouped = q.float().reshape(rows, num_kv_heads, group, -1)
-        grouped = grouped.permute((1, 0, 2, 3) if decode else (1, 2, 0, 3)).reshape(
-            num_kv_heads, rows * group, -1
-        )
-        scores = torch.matmul(grouped * self.softmax_scale, self.k[:, columns].transpose(1, 2))
+        scores = torch.matmul(self.scaled_rows(q), self.k[:, columns].transpose(1, 2))
         if self.softcap > 0:
             scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
         sink = self._sink_of_rows(rows, num_kv_heads, group, decode)
@@ -132,6 +128,16 @@ class _Sequence:
             scores = scores.view(num_heads, rows, -1)
         allowed = None if block_mask is None else block_mask[:, tiles.start : tiles.stop]
         return self._with_rule(scores, tiles, begin, end, sink, allowed)
+
+    def scaled_rows(self, q: Tensor) -> Tensor:
+        """q times softmax_scale as (num_kv_heads, rows * group, head_dim), float32.
+
+        Rows of a KV head: (row, group member) in decode, where they vote together; else (member, row).
+        """
+        group = q.shape[1] // self.k.shape[0]
+        grouped = q.float().unflatten(1, (-1, group))
+        grouped = grouped.permute((1, 0, 2, 3) if self.tile.query is None else (1, 2, 0, 3))
+        return grouped.flatten(1, 2) * self.softmax_scale
 
     def _sink_of_rows(self, rows: int, num_kv_heads: int, group: int, decode: bool) -> Tensor:
         if self.sinks is None:
@@ -243,7 +249,7 @@ def run(problem: AttentionProblem) -> AttentionOutput:
     mass_bound = torch.zeros_like(lse)
     kept_map = torch.zeros(shape, dtype=torch.bool, device=device) if problem.want_kept_tiles else None
     skipped = torch.zeros(shape[:2], dtype=torch.int64, device=device)
-    visited = torch.zeros_like(skipped)
+    visited, screened = torch.zeros_like(skipped), torch.zeros_like(skipped)
     logs = None if problem.threshold is None else effective_log_threshold(problem.threshold)
     if problem.sinks is not None:
         lse[:] = problem.sinks.float()  # what a row without keys is left with
@@ -270,6 +276,14 @@ def run(problem: AttentionProblem) -> AttentionOutput:
             kept = scored.kept(cut)
             if problem.max_skipped_mass is not None and cut is not None:
                 kept = within_budget(scored, kept, problem.max_skipped_mass, tile.key)
+            if problem.screen and cut is not None:
+                upper = upper_scores(
+                    *(sequence.scaled_rows(view.q[rows]), problem.screen, b),
+                    *(scored.tiles, sequence.seqlen_k, problem.softcap),
+                )
+                without_scores = scored.screened(upper, cut)
+                kept &= ~without_scores  # what their keys say does not count
+                screened[b] += without_scores.sum(-1)
             if kept_map is not None:
                 kept_map[b, :, i, scored.tiles.start : scored.tiles.stop] = kept
             num_visited = len(scored.tiles) if scored.allowed is None else scored.allowed.sum(-1)
@@ -285,7 +299,7 @@ def run(problem: AttentionProblem) -> AttentionOutput:
     return AttentionOutput(
         out,
         lse.permute(axes).contiguous(),
-        SkipCounts(skipped, visited) if problem.want_counts else None,
+        SkipCounts(skipped, visited, screened if problem.screen else None) if problem.want_counts else None,
         mass_bound.permute(axes).contiguous() if problem.want_mass_bound else None,
         kept_map,
     )

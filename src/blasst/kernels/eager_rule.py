@@ -64,6 +64,13 @@ class ScoredTiles:
         kept = ~agree.all(1)
         return kept if self.anchor is None else kept | self.anchor
 
+    def screened(self, upper: Tensor, log_threshold: Tensor) -> Tensor:
+        """(heads, tiles): the rule on upper bounds of tile_max (heads, rows, tiles); never an anchor."""
+        agree = ((upper < self.compare + log_threshold) | ~self.concerned).all(1)
+        if self.allowed is not None:
+            agree = agree & self.allowed
+        return agree if self.anchor is None else agree & ~self.anchor
+
     def visible(self, tile_key: int) -> Tensor:
         """(rows, tiles * tile_key) bool, whatever the block mask says."""
         first = self.tiles.start * tile_key

@@ -36,6 +36,7 @@ _ARGUMENTS = {
     "v_descale": "Tensor?",
     "block_mask": "Tensor?",
     "dense_tail": "int",
+    "screen": "Tensor[]",
     "want_counts": "bool",
     "want_mass_bound": "bool",
     "want_kept_tiles": "bool",
@@ -43,10 +44,10 @@ _ARGUMENTS = {
 }
 _SCHEMA = (
     f"({', '.join(f'{kind} {name}' for name, kind in _ARGUMENTS.items())})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
-_Flat = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+_Flat = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 torch.library.define("blasst::attention", _SCHEMA)
 
@@ -71,6 +72,7 @@ def _attention(*args: Any) -> _Flat:
         result = select.run(problem, impl)
     nothing = problem.q.new_empty(0, dtype=torch.float32)
     no_count = problem.q.new_empty(0, dtype=torch.int64)
+    screened = None if result.counts is None else result.counts.screened
     if result.lse is None:
         raise RuntimeError("a kernel returned no lse")
     skipped, visited = (
@@ -81,6 +83,7 @@ def _attention(*args: Any) -> _Flat:
         result.lse,
         skipped,
         visited,
+        torch.empty_like(no_count) if screened is None else screened,
         nothing if result.mass_bound is None else result.mass_bound,
         problem.q.new_empty(0, dtype=torch.bool) if result.kept_tiles is None else result.kept_tiles,
     )
@@ -110,6 +113,7 @@ def _attention_shapes(*args: Any) -> _Flat:
         q.new_empty(rows, dtype=torch.float32),
         q.new_empty(count_size, dtype=torch.int64),
         q.new_empty(count_size, dtype=torch.int64),
+        q.new_empty(count_size if problem.screen else (0,), dtype=torch.int64),
         q.new_empty(rows if problem.want_mass_bound else (0,), dtype=torch.float32),
         q.new_empty(map_size if problem.want_kept_tiles else (0,), dtype=torch.bool),
     )
@@ -118,11 +122,11 @@ def _attention_shapes(*args: Any) -> _Flat:
 def call(problem: AttentionProblem, impl: str, return_lse: bool) -> AttentionOutput:
     """Run a checked problem through the op; what was not asked for comes back as None."""
     args = [getattr(problem, name) for name in _ARGUMENTS if name != "impl"]
-    out, lse, skipped, visited, mass_bound, kept_tiles = torch.ops.blasst.attention(*args, impl)
+    out, lse, skipped, visited, screened, mass_bound, kept_tiles = torch.ops.blasst.attention(*args, impl)
     return AttentionOutput(
         out,
         lse if return_lse else None,
-        SkipCounts(skipped, visited) if problem.want_counts else None,
+        SkipCounts(skipped, visited, screened if problem.screen else None) if problem.want_counts else None,
         mass_bound if problem.want_mass_bound else None,
         kept_tiles if problem.want_kept_tiles else None,
     )

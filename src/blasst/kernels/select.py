@@ -25,13 +25,15 @@ class Kernel:
     run: Callable[[AttentionProblem], AttentionOutput]
 
 
-def _mask_reason(problem: AttentionProblem) -> str | None:
-    """GPU kernels visit every tile that the causal mask, window and lengths leave."""
-    return None if problem.block_mask is None else "it takes no block_mask"
+def _tiles_reason(problem: AttentionProblem) -> str | None:
+    """GPU kernels visit and score every tile that the causal mask, window and lengths leave."""
+    if problem.block_mask is not None:
+        return "it takes no block_mask"
+    return "it takes no screen" if problem.screen else None
 
 
 def _triton_reason(problem: AttentionProblem) -> str | None:
-    if reason := _mask_reason(problem):
+    if reason := _tiles_reason(problem):
         return reason
     from blasst.kernels import triton
 
@@ -49,7 +51,7 @@ def _run_triton(problem: AttentionProblem) -> AttentionOutput:
 
 
 def _hopper_reason(problem: AttentionProblem) -> str | None:
-    if reason := _mask_reason(problem):
+    if reason := _tiles_reason(problem):
         return reason
     from blasst.kernels import hopper
 

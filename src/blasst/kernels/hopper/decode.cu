@@ -21,6 +21,9 @@
 // Compile-time: HEAD_DIM (64, 96, 128), BF16, FP8, ROWS (8 to 128), SKIP, MASS, SLOTS, CTAS, PATIENCE.
 #include "ptx.cuh"
 
+#ifndef AHEAD
+#define AHEAD (SKIP && !MASS && !FP8 && ROWS == 8 ? 4 : 1)
+#endif
 #ifndef PATIENCE
 #define PATIENCE 50  // some 0.7 us each; the message takes less than 5
 #endif
@@ -51,6 +54,9 @@ constexpr int kDecisions = 16;         // of tiles that the producer has not hea
 constexpr int kSlots = SLOTS;          // kept tiles whose P.V is still to come
 constexpr int kScores = kColumns / 2;  // registers of the scores of one tile, and of 64 rows of O^T
 constexpr int kOwn = kColumns / 4;     // rows of which a thread sees scores
+// Tiles that are scored before the bounds are known, so that K need not wait for them.
+constexpr int kAhead = SKIP ? AHEAD : 1;
+constexpr int kQueued = kAhead > 1 ? kAhead - 1 : 1;
 constexpr int kMaxSplits = 32;
 constexpr int kPart = HEAD_DIM + 4;    // of a row: O, base, sum, bound, base of the bound
 constexpr int kWords = 1 + MASS;       // of a row's message: maximum over the anchors, sum
@@ -437,22 +443,40 @@ struct Consumer {
 
     // The same for the tile of the split that is next in the ring. After the last one the tensor cores multiply what lies
     // there, which nobody reads: a product in flight must not depend on a branch.
-    __device__ __forceinline__ void begin_scores(int tile, float (&s)[kScores]) const {
-        if (tile < job.end) barrier_wait(shared_address(&shared.key_full[ring.stage]), ring.phase);
+    __device__ __forceinline__ void begin_scores(bool wanted, float (&s)[kScores]) const {
+        if (wanted) barrier_wait(shared_address(&shared.key_full[ring.stage]), ring.phase);
         multiply_keys(keys + ring.stage * kTileBytes, s);
     }
 
-    __device__ __forceinline__ void end_scores(int tile, float (&s)[kScores]) {
+    __device__ __forceinline__ void end_scores(bool wanted, float (&s)[kScores]) {
         wgmma_wait<0>();
         pin(s);
         if (FP8) __syncwarp();  // each lane has read its part of K
-        if (lane() == 0 && tile < job.end) barrier_arrive(shared_address(&shared.key_empty[ring.stage]));
-        ring.next(p);
+        if (lane() == 0 && wanted) barrier_arrive(shared_address(&shared.key_empty[ring.stage]));
+        if (kAhead == 1 || wanted) ring.next(p);
     }
 
-    __device__ __forceinline__ void first_scores(float (&s)[kScores]) {
-        begin_scores(job.begin, s);
-        end_scores(job.begin, s);
+    // Of the first tiles: the scores of the very first one, and of those that follow.
+    __device__ __forceinline__ void first_scores(float (&next)[kScores], float (&queue)[kQueued][kScores]) {
+#pragma unroll 1
+        for (int tile = job.begin, i = 0; i < kAhead; ++tile, ++i) {
+            float other[kScores];
+            float(&fresh)[kScores] = kAhead > 1 ? other : next;
+            begin_scores(tile < job.end, fresh);
+            end_scores(tile < job.end, fresh);
+            if (kAhead > 1) advance(next, queue, fresh);
+        }
+    }
+
+    static __device__ __forceinline__ void advance(
+        float (&next)[kScores], float (&queue)[kQueued][kScores], const float (&fresh)[kScores]) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+            next[i] = queue[0][i];
+#pragma unroll
+            for (int x = 0; x + 1 < kQueued; ++x) queue[x][i] = queue[x + 1][i];
+            queue[kQueued - 1][i] = fresh[i];
+        }
     }
 
     // The larger of a row's two scores in this thread. A row that does not exist has 0, whatever K holds.
@@ -818,8 +842,11 @@ struct Consumer {
         barrier_arrive(shared_address(&shared.decided[place]));
     }
 
-    __device__ __forceinline__ void step(int tile, float (&next)[kScores]) {
-        float s[kScores];
+    __device__ __forceinline__ void step(int tile, float (&next)[kScores], float (&queue)[kQueued][kScores]) {
+        float s[kScores], other[kScores];
+        float(&fresh)[kScores] = kAhead > 1 ? other : next;
+        // The first ones are there already: then nothing comes of the product.
+        const bool queued = kAhead > 1 && tile + 1 < job.begin + kAhead, wanted = !queued && tile + 1 < job.end;
 #pragma unroll
         for (int i = 0; i < kScores; ++i) s[i] = next[i];
         finish_scores(tile, s);
@@ -831,8 +858,8 @@ struct Consumer {
             over |= __fmaf_rn(top[own], p.scale_log2, -base[own]) > kHeadroom;
         }
         if (over) shared.raise[tile % 2] = tile + 1;
-        begin_scores(tile + 1, next);
-        if (kVoteAlone) end_scores(tile + 1, next);
+        begin_scores(wanted, fresh);
+        if (kVoteAlone) end_scores(wanted, fresh);
 #if SKIP && MASS
         const bool dead = vote(tile, s);
 #elif SKIP
@@ -842,7 +869,12 @@ struct Consumer {
         meet();
 #endif
         if (SKIP && threadIdx.x == 0) tell_producer(tile, !dead);
-        if (!kVoteAlone) end_scores(tile + 1, next);
+        if (!kVoteAlone) end_scores(wanted, fresh);
+        if (kAhead > 1) {
+            advance(next, queue, fresh);
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) next[i] = queued ? next[i] : fresh[i];
+        }
         if (dead) {
             ++skipped;
             return;
@@ -888,7 +920,6 @@ struct Consumer {
             }
             if (thread() < 4) target[row(own) * kPart + HEAD_DIM] = base[own];
         }
-        share_sums(sum);
         const int r = w * kColumns + thread();
         if (thread() < kColumns && r < rows()) {
             target[r * kPart + HEAD_DIM + 1] = shared_sum(thread());
@@ -900,7 +931,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void run([[maybe_unused]] float threshold) {
-        float next[kScores];
+        float next[kScores], queue[kQueued][kScores];
         if (SKIP && job.split == 0) issued = min(job.anchors, kSlots);  // the producer fetches them
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) exists[own] = row(own) < rows() ? 0xFFFFFFFF : 0;
@@ -916,14 +947,14 @@ struct Consumer {
 #pragma unroll 1
         for (int turn = 0; turn < 3; ++turn) {
             if (turn == (leads ? 2 : 1)) {
-                first_scores(next);
+                first_scores(next, queue);
             } else if (leads || turn == 2) {
                 look_at_anchors(turn > 0);
             }
         }
 #else
         if (SKIP) look_at_anchors(true);
-        first_scores(next);  // above 64 rows there are no registers for it meanwhile
+        first_scores(next, queue);  // above 64 rows there are no registers for it meanwhile
 #endif
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) {
@@ -936,8 +967,8 @@ struct Consumer {
             for (int i = 0; i < kScores; ++i) o[chunk][i] = 0.f;
         }
         if (SKIP && threadIdx.x == 0) shared.first_slot = issued % kSlots;
-        for (int tile = job.begin; tile < job.end; ++tile) step(tile, next);
-        meet();  // the last weights are there
+        for (int tile = job.begin; tile < job.end; ++tile) step(tile, next, queue);
+        share_sums(sum);  // the last weights are there
         while (done < issued) drain();
         store_partial();
         if (p.skipped != nullptr && threadIdx.x == 0) {
@@ -982,7 +1013,8 @@ __device__ __forceinline__ void produce(const Params& p, Shared& shared, const J
             if (tile == job.begin) slot = shared.first_slot;
             if (shared.keeps[place]) load_values(tile);
         }
-        for (; asked < min(tile + 2 + p.stages, job.end); ++asked) load_keys(asked);
+        const int scored = max(tile + 2, job.begin + kAhead);
+        for (; asked < min(scored + p.stages, job.end); ++asked) load_keys(asked);
     }
 #else
     u32 slot_phase = 0;
