@@ -4,24 +4,25 @@ import math
 
 import pytest
 import torch
-
-from blasst import (
+from cases_parts import (
+    DIM,
+    DTYPE,
+    HOPPER,
     blasst_attn_func,
     blasst_attn_varlen_func,
     blasst_attn_with_kvcache,
-    merge_attention,
-)
-from blasst.core.reference import reference_attention
-from blasst.testing import (
-    assert_finite,
-    assert_within_budget,
+    close,
     heavy_tailed_inputs,
-    max_error,
-    pages_from,
+    impls,
 )
 
-IMPLS = ("reference", "eager")
-impls = pytest.mark.parametrize("impl", IMPLS)
+from blasst import merge_attention
+from blasst.core.reference import reference_attention
+from blasst.testing import assert_finite, assert_within_budget, max_error, pages_from
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy of Triton's interpreter
+#: The smallest pages that the kernels serve.
+PAGE = 16 if HOPPER else 4
 
 
 def masked_softmax(q, k, v, mask):
@@ -64,7 +65,7 @@ def test_rows_that_see_nothing_are_zero_and_change_nothing_else(impl, threshold)
     assert bool((got.out[:, :6] == 0).all())
     assert bool((got.lse[..., :6] == -math.inf).all())
     rest = blasst_attn_func(inputs.q[:, 6:], inputs.k, inputs.v, threshold=threshold, causal=True, impl=impl)
-    torch.testing.assert_close(got.out[:, 6:], rest.out, rtol=1e-6, atol=1e-6)
+    close(got.out[:, 6:], rest.out, rtol=1e-6, atol=1e-6)
 
 
 @impls
@@ -73,14 +74,15 @@ def test_unused_cache_slots_never_leak(impl, fill):
     inputs = heavy_tailed_inputs(2, 3, 40, 4, 2, 16, seed=2)
     used = torch.tensor([13, 30], dtype=torch.int32)
     outputs = []
+    fill = 6e4 if HOPPER and fill == 1e30 else fill
     for value in (0.0, fill):
         k, v = inputs.k.clone(), inputs.v.clone()
         for b in range(2):
             k[b, used[b] :] = v[b, used[b] :] = value
-        pages_k, table = pages_from(k, 4, fill=value)
-        pages_v, _ = pages_from(v, 4, fill=value)
+        pages_k, table = pages_from(k, PAGE, fill=value)
+        pages_v, _ = pages_from(v, PAGE, fill=value)
         for b in range(2):  # entries past need are never read
-            table[b, -(-int(used[b]) // 4) :] = -1 if b else 10**6
+            table[b, -(-int(used[b]) // PAGE) :] = -1 if b else 10**6
         for cache in ((k, v, None), (pages_k, pages_v, table)):
             got = blasst_attn_with_kvcache(
                 inputs.q,
@@ -118,13 +120,15 @@ def test_a_nan_reaches_only_the_rows_that_see_it(impl):
     inputs = heavy_tailed_inputs(1, 128, 128, 1, 1, 16)
     clean = blasst_attn_func(*inputs, threshold=0.0, causal=True, impl=impl).out
     for name, index in (("k", 100), ("v", 100), ("q", 50)):
+        if HOPPER and name == "v":
+            continue  # their own rule: docs/support.md and tests/gpu/test_hopper_host.py
         poisoned = inputs._replace(**{name: getattr(inputs, name).clone()})
         getattr(poisoned, name)[0, index] = math.nan
         out = blasst_attn_func(*poisoned, threshold=0.0, causal=True, impl=impl).out
         bad = torch.zeros(128, dtype=torch.bool)
         bad[index if name == "q" else slice(index, None)] = True
         assert torch.equal(out.isnan().any(-1)[0, :, 0], bad)
-        torch.testing.assert_close(out[:, ~bad], clean[:, ~bad], rtol=1e-5, atol=1e-6)
+        close(out[:, ~bad], clean[:, ~bad], rtol=1e-5, atol=1e-6)
 
 
 @impls
@@ -136,15 +140,15 @@ def test_windows_that_miss_whole_first_tiles_equal_dense(impl):
     got = blasst_attn_func(
         *inputs, threshold=0.0, causal=True, window_size=(63, 0), return_lse=True, impl=impl
     )
-    torch.testing.assert_close(got.out.double(), out, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(got.lse.double(), lse, rtol=1e-4, atol=1e-5)
+    close(got.out.double(), out, rtol=1e-4, atol=1e-5)
+    close(got.lse.double(), lse, rtol=1e-4, atol=1e-5)
     assert_finite(blasst_attn_func(*inputs, threshold=0.1, causal=True, window_size=(63, 0), impl=impl).out)
 
 
 @impls
 def test_left_padding_shifts_the_tile_grid_not_the_result(impl):
     inputs = heavy_tailed_inputs(1, 1, 700, 2, 1, 16, seed=4)
-    pad = torch.full((1, 200, 1, 16), math.nan)
+    pad = torch.full_like(inputs.k[:, :200], math.nan)
     padded = [torch.cat([pad, x], 1) for x in inputs[1:]]
     options = {"threshold": 0.05, "return_kept_tiles": True, "return_counts": True, "impl": impl}
     plain = blasst_attn_with_kvcache(*inputs, **options)
@@ -162,7 +166,7 @@ def test_large_halves_do_not_overflow(impl):
     v = torch.full((1, 64, 1, 128), 6e4, dtype=torch.float16)
     k, v = k.repeat(1, 64, 1, 1), v.repeat(1, 64, 1, 1)
     got = blasst_attn_func(q, k, v, threshold=0.5, impl=impl).out
-    torch.testing.assert_close(got, torch.full_like(got, 6e4))
+    close(got, torch.full_like(got, 6e4))
 
 
 @impls
@@ -173,10 +177,10 @@ def test_causal_is_bottom_right_aligned(impl, seqlen_q, seqlen_k):
     inputs = heavy_tailed_inputs(1, seqlen_q, seqlen_k, 2, 1, 16, seed=5)
     out, lse = masked_softmax(*inputs, causal_mask(seqlen_q, seqlen_k))
     got = blasst_attn_func(*inputs, threshold=0.0, causal=True, return_lse=True, impl=impl)
-    torch.testing.assert_close(got.out.double(), out, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(got.lse.double(), lse, rtol=1e-4, atol=1e-5)
+    close(got.out.double(), out, rtol=1e-4, atol=1e-5)
+    close(got.lse.double(), lse, rtol=1e-4, atol=1e-5)
     decode = blasst_attn_with_kvcache(*inputs, threshold=0.0, causal=True, impl=impl)
-    torch.testing.assert_close(decode.out.double(), out, rtol=1e-4, atol=1e-5)
+    close(decode.out.double(), out, rtol=1e-4, atol=1e-5)
 
 
 @impls
@@ -206,7 +210,7 @@ def test_chunked_prefill_equals_one_shot(impl, chunk):
                 assert torch.equal(part.kept_tiles, expected)
                 assert begin < 512 or not bool(part.kept_tiles.all())
         if threshold == 0.0 or chunk % 64 == 0:
-            torch.testing.assert_close(torch.cat(parts, 1), whole.out, rtol=1e-5, atol=1e-6)
+            close(torch.cat(parts, 1), whole.out, rtol=1e-5, atol=1e-6)
         else:
             dropped = threshold * length
             limit = 2 * float(inputs.v.abs().max()) * dropped / (1 + dropped)
@@ -240,7 +244,7 @@ def test_sequences_of_length_zero(impl, cu_q, cu_k):
             assert bool((got.lse[:, rows] == -math.inf).all())
         elif cu_q[i] < cu_q[i + 1]:
             single = blasst_attn_func(q[None, rows], k[None, keys], v[None, keys], threshold=0.1, impl=impl)
-            torch.testing.assert_close(got.out[rows], single.out[0], rtol=1e-5, atol=1e-6)
+            close(got.out[rows], single.out[0], rtol=1e-5, atol=1e-6)
 
 
 @impls
@@ -272,8 +276,8 @@ def test_lengths_that_are_no_multiple_of_a_tile(impl, length):
         out, lse = masked_softmax(*inputs, mask)
         for attn in (blasst_attn_func, blasst_attn_with_kvcache):
             got = attn(*inputs, threshold=0.0, causal=causal, return_lse=True, impl=impl)
-            torch.testing.assert_close(got.out.double(), out, rtol=1e-3, atol=1e-4)
-            torch.testing.assert_close(got.lse.double(), lse, rtol=1e-4, atol=1e-4)
+            close(got.out.double(), out, rtol=1e-3, atol=1e-4)
+            close(got.lse.double(), lse, rtol=1e-4, atol=1e-4)
 
 
 @impls
@@ -298,7 +302,7 @@ def test_value_head_dim_may_differ(impl, dims, heads):
     got = blasst_attn_func(*inputs, threshold=0.05, causal=True, return_counts=True, impl=impl)
     truth = reference_attention(*inputs, threshold=0.05, causal=True)
     assert got.out.shape[-1] == dims[1]
-    torch.testing.assert_close(got.out.double(), truth.out, rtol=1e-4, atol=1e-5)
+    close(got.out.double(), truth.out, rtol=1e-4, atol=1e-5)
     scaled = blasst_attn_func(*inputs, threshold=0.0, softmax_scale=0.01, impl=impl)
     assert not torch.allclose(scaled.out, got.out)
 
@@ -314,7 +318,7 @@ def test_mla_decode_shares_storage_between_keys_and_values(impl, heads):
     truth = reference_attention(inputs.q, cache, cache[..., :512], threshold=0.05, phase="decode")
     assert got.out.shape == (1, 1, heads, 512)
     assert int(got.counts.skipped.sum()) == int(truth.counts.skipped.sum()) > 0
-    torch.testing.assert_close(got.out.double(), truth.out, rtol=2e-2, atol=2e-2)
+    close(got.out.double(), truth.out, rtol=2e-2, atol=2e-2)
 
 
 @impls
@@ -380,17 +384,17 @@ def test_new_keys_are_written_behind_the_cached_ones(impl):
         expected = blasst_attn_with_kvcache(
             inputs.q, truth_k, truth_v, cache_seqlens=lengths + 3, causal=True, threshold=0.1, impl=impl
         )
-        torch.testing.assert_close(got.out, expected.out)
+        close(got.out, expected.out)
 
 
 @impls
 def test_strided_inputs_equal_their_contiguous_copies(impl):
-    base = torch.randn(2, 3, 90, 5, 16, generator=torch.Generator().manual_seed(14))
+    base = torch.randn(2, 3, 90, 5, DIM, generator=torch.Generator().manual_seed(14)).to(DTYPE)
     plain = [base[:, i].contiguous() for i in range(3)]
     transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in plain]  # (B, H, S, D) storage
-    every_second = torch.randn(2, 180, 5, 16)
+    every_second = torch.randn(2, 180, 5, DIM).to(DTYPE)
     every_second[:, ::2] = plain[1]
-    wide = torch.zeros(2, 90, 5, 32)
+    wide = torch.zeros(2, 90, 5, 2 * DIM, dtype=DTYPE)
     wide[..., ::2] = plain[2]
     views = [
         transposed,
@@ -401,13 +405,11 @@ def test_strided_inputs_equal_their_contiguous_copies(impl):
     expected = blasst_attn_func(*plain, threshold=0.1, causal=True, impl=impl).out
     for inputs in views:
         copies = [x.clone() for x in inputs]
-        torch.testing.assert_close(
-            blasst_attn_func(*inputs, threshold=0.1, causal=True, impl=impl).out, expected
-        )
+        close(blasst_attn_func(*inputs, threshold=0.1, causal=True, impl=impl).out, expected)
         assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True))
     expanded = [x[:1].expand(2, -1, -1, -1) for x in plain]
     got = blasst_attn_func(*expanded, threshold=0.1, causal=True, impl=impl).out
-    torch.testing.assert_close(got[1], expected[0])
+    close(got[1], expected[0])
 
 
 @impls
@@ -437,8 +439,8 @@ def test_sinks_join_the_denominator_once(impl, sink, tokens):
     scores = inputs.q[0].transpose(0, 1).double() @ inputs.k[0, :, 0].T.double() * 0.1
     lse = torch.logaddexp(scores.logsumexp(-1), torch.tensor(sink, dtype=torch.float64))
     out = (scores - lse[..., None]).exp() @ inputs.v[0, :, 0].double()
-    torch.testing.assert_close(got.lse[0].double(), lse, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got.out[0].transpose(0, 1).double(), out, rtol=1e-4, atol=1e-5)
+    close(got.lse[0].double(), lse, rtol=1e-5, atol=1e-5)
+    close(got.out[0].transpose(0, 1).double(), out, rtol=1e-4, atol=1e-5)
     empty = blasst_attn_func(
         inputs.q, inputs.k[:, :0], inputs.v[:, :0], sinks=sinks, return_lse=True, impl=impl
     )
@@ -453,23 +455,24 @@ def test_lse_is_the_natural_logarithm_in_float32_and_its_layout_is_fixed(impl):
     inputs = heavy_tailed_inputs(2, 30, 70, 4, 2, 16, seed=17, dtype=torch.float16)
     got = blasst_attn_func(*inputs, return_lse=True, impl=impl)
     scores = (
-        torch.einsum("bqhd,bkhd->bhqk", inputs.q.double(), inputs.k.double().repeat_interleave(2, 2)) * 0.25
+        torch.einsum("bqhd,bkhd->bhqk", inputs.q.double(), inputs.k.double().repeat_interleave(2, 2))
+        * inputs.q.shape[-1] ** -0.5
     )
     assert got.lse.shape == (2, 4, 30)
     assert got.lse.dtype == torch.float32
-    torch.testing.assert_close(got.lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    close(got.lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
     cu_q, cu_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (30, 70))
     packed = blasst_attn_varlen_func(
         *(x.flatten(0, 1) for x in inputs), cu_q, cu_k, 30, 70, return_lse=True, impl=impl
     )
     assert packed.lse.shape == (4, 60)
-    torch.testing.assert_close(packed.lse[:, 30:], got.lse[1])
+    close(packed.lse[:, 30:], got.lse[1])
 
 
 def test_two_shards_merge_by_natural_weights():
     lse = [torch.full((1, 1, 1), math.log(z)) for z in (2.0, 8.0)]
     out, total = merge_attention([torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 1, 4)], lse)
-    torch.testing.assert_close(out, torch.full((1, 1, 1, 4), 0.8))
+    close(out, torch.full((1, 1, 1, 4), 0.8))
     assert float(total) == pytest.approx(math.log(10.0))
 
 
@@ -496,7 +499,7 @@ def test_attention_over_two_shards_merges_to_the_whole(impl):
         for keys in (slice(0, 300), slice(300, 500))
     ]
     out, lse = merge_attention([p.out for p in parts], [p.lse for p in parts])
-    torch.testing.assert_close(out, whole.out, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(lse, whole.lse, rtol=1e-5, atol=1e-5)
+    close(out, whole.out, rtol=1e-4, atol=1e-5)
+    close(lse, whole.lse, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="outs, lses"):
         merge_attention([whole.out], [whole.lse[:, :1]])

@@ -1,32 +1,25 @@
-"""Cases from the field: geometry, comparisons, and the sharing of pages, prefixes, heads and lengths.
-
-With TRITON_INTERPRET=1 they run on the Triton kernels in the interpreter, by hand: it takes minutes.
-"""
+"""Cases from the field: geometry, comparisons, and the sharing of pages, prefixes, heads and lengths."""
 
 import math
-import os
 
 import pytest
 import torch
-
-from blasst import (
+from cases_parts import (
+    DTYPE,
+    FEW,
+    ON_GPU,
     blasst_attn_func,
     blasst_attn_varlen_func,
     blasst_attn_with_kvcache,
-    merge_attention,
-)
-from blasst.core.reference import reference_attention
-from blasst.testing import (
-    assert_error_bound,
-    assert_finite,
-    assert_within_budget,
+    close,
     heavy_tailed_inputs,
-    max_error,
+    impls,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-IMPLS = ("triton",) if INTERPRETED else ("reference", "eager")
-impls = pytest.mark.parametrize("impl", IMPLS)
+from blasst import merge_attention
+from blasst.core.reference import reference_attention
+from blasst.testing import assert_error_bound, assert_finite, assert_within_budget, max_error, pages_from
+
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy of the interpreter
 
 MAPS = {"return_kept_tiles": True, "return_lse": True}
@@ -45,11 +38,11 @@ def skipped(result):
 def test_the_kept_map_depends_on_scores_alone(impl, phase):
     """Not on head_dim, dtype, the rest of the batch or its order: the tile shape never moves."""
     inputs = heavy_tailed_inputs(3, 3 if phase == "decode" else 130, 900, 4, 2, 32, seed=1, drop=(1.0, 12.0))
-    inputs = [x.half().float() for x in inputs]
+    inputs = [x.half().to(DTYPE) for x in inputs]
     options = {"threshold": 0.05, "softmax_scale": 0.2, "impl": impl, "causal": True, **MAPS}
     wanted = attention_of(phase)(*inputs, **options).kept_tiles
     assert not bool(wanted.all())
-    wide = [torch.nn.functional.pad(x, (0, 96)) for x in inputs]
+    wide = [torch.nn.functional.pad(x, (0, 128 - x.shape[-1])) for x in inputs]
     assert torch.equal(attention_of(phase)(*wide, **options).kept_tiles, wanted)
     halves = [x.half() for x in inputs]
     assert torch.equal(attention_of(phase)(*halves, **options).kept_tiles, wanted)
@@ -96,22 +89,22 @@ def test_a_window_to_both_sides_equals_its_mask(impl, window):
         mask &= key >= position - window[0]
     if window[1] >= 0:
         mask &= key <= position + window[1]
-    scores = inputs.q[0].transpose(0, 1).double() @ inputs.k[0, :, 0].T.double() * 0.25
+    scores = inputs.q[0].transpose(0, 1).double() @ inputs.k[0, :, 0].T.double() * inputs.q.shape[-1] ** -0.5
     scores = scores.masked_fill(~mask, -math.inf)
     out = (scores.softmax(-1) @ inputs.v[0, :, 0].double()).transpose(0, 1)
     got = blasst_attn_func(*inputs, window_size=window, threshold=0.0, return_lse=True, impl=impl)
-    torch.testing.assert_close(got.out[0].double(), out, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(got.lse[0].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    close(got.out[0].double(), out, rtol=1e-4, atol=1e-5)
+    close(got.lse[0].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
 @impls
 def test_every_number_of_query_rows_works(impl):
     inputs = heavy_tailed_inputs(1, 127, 200, 1, 1, 16, seed=4)
     whole = blasst_attn_func(*inputs, threshold=0.0, causal=True, impl=impl).out
-    for rows in (1, 2, 7, 8, 9, 100, 126) if INTERPRETED else range(1, 127):
+    for rows in (1, 2, 7, 8, 9, 100, 126) if FEW else range(1, 127):
         for attn in (blasst_attn_func, blasst_attn_with_kvcache):
             got = attn(inputs.q[:, -rows:], inputs.k, inputs.v, threshold=0.0, causal=True, impl=impl).out
-            torch.testing.assert_close(got, whole[:, -rows:], rtol=1e-5, atol=1e-6)
+            close(got, whole[:, -rows:], rtol=1e-5, atol=1e-6)
 
 
 @impls
@@ -123,7 +116,7 @@ def test_pages_may_be_shared_and_named_twice(impl, phase):
     table = torch.tensor([[7, 3, 3, 0, 11, 2, 5, 7, 1, 4], [7, 3, 9, 6, 8, 8, 8, 10, -1, 2**31 - 1]])
     lengths = [10 * page - 5, 8 * page]
     options = {"threshold": 0.05, "causal": True, "impl": impl, **MAPS}
-    q = inputs.q.view(2, rows, 4, 16)
+    q = inputs.q.view(2, rows, 4, -1)
     got = blasst_attn_with_kvcache(
         q,
         pages_k,
@@ -137,9 +130,39 @@ def test_pages_may_be_shared_and_named_twice(impl, phase):
         own = table[b, : -(-length // page)]
         k, v = (x[own].flatten(0, 1)[None, :length] for x in (pages_k, pages_v))
         alone = blasst_attn_with_kvcache(q[b : b + 1], k, v, **options)
-        torch.testing.assert_close(got.out[b], alone.out[0], rtol=1e-5, atol=1e-6)
+        close(got.out[b], alone.out[0], rtol=1e-5, atol=1e-6)
         tiles = alone.kept_tiles.shape[-1]
         assert torch.equal(got.kept_tiles[b, ..., :tiles], alone.kept_tiles[0])
+
+
+@impls
+def test_a_spike_in_the_first_page_decides_for_all_of_a_long_cache(impl):
+    """However many splits there are and whoever shares the batch: tiles compare with the same anchors."""
+    length, page = 16384 if ON_GPU else 4096, 16
+    generator = torch.Generator().manual_seed(11)
+    q, k, v = (torch.randn(2, n, h, 64, generator=generator) for n, h in ((1, 8), (length, 2), (length, 2)))
+    q[..., 0] = 8.0
+    k[:, 5, :, 0] = 40.0  # 40 nats, in the first page; the others lie within some 6 of 0
+    q, k, v = (x.to(DTYPE) for x in (q, k, v))
+    (pages_k, table), (pages_v, _) = (pages_from(x, page, fill=math.nan) for x in (k, v))
+    used = torch.tensor([length, length // 2 + 7], dtype=torch.int32)
+    options = {"threshold": 0.05, "impl": impl, **MAPS}
+    got = blasst_attn_with_kvcache(q, pages_k, pages_v, cache_seqlens=used, block_table=table, **options)
+    for b, n in enumerate(used.tolist()):
+        tiles = -(-n // 64)
+        kept = torch.zeros(got.kept_tiles.shape[-1], dtype=torch.bool)
+        kept[[0, tiles - 2, tiles - 1]] = True
+        assert bool((got.kept_tiles[b] == kept).all())
+        alone = blasst_attn_with_kvcache(
+            q[b : b + 1],
+            pages_k,
+            pages_v,
+            cache_seqlens=used[b : b + 1],
+            block_table=table[b : b + 1, : -(-n // page)].contiguous(),
+            **options,
+        )
+        assert torch.equal(alone.out[0], got.out[b])
+        assert torch.equal(alone.lse[0], got.lse[b])
 
 
 def check_dropped(got_out, got_lse, dense, threshold, keys, v):
@@ -169,8 +192,8 @@ def test_a_shared_prefix_merges_with_the_suffixes(impl):
         )
         out, lse = merge_attention([first.out, rest.out], [first.lse, rest.lse])
         if threshold == 0.0:
-            torch.testing.assert_close(out, dense.out, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(lse, dense.lse, rtol=1e-5, atol=1e-5)
+            close(out, dense.out, rtol=1e-4, atol=1e-5)
+            close(lse, dense.lse, rtol=1e-5, atol=1e-5)
         else:
             assert skipped(first) > 0
             check_dropped(out, lse, dense, threshold, prefix + 50, v)

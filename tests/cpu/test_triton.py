@@ -79,19 +79,18 @@ def test_a_dtype_that_the_gpu_lacks_is_refused_with_advice(capability, q_dtype, 
     assert advice in str(unsupported_reason(problem))
 
 
-def test_kernels_equal_the_reference_in_the_interpreter():
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("test_triton_interpreter.py", "test_rule_by_hand.py"),
+        ("test_cases_masks.py",),
+        ("test_cases_sharing.py", "test_cases_threshold.py", "test_fuzz_layouts.py"),
+    ],
+)
+def test_kernels_equal_the_reference_in_the_interpreter(files):
     pytest.importorskip("triton")
-    tests = [
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "tests/cpu/test_triton_interpreter.py",
-        "tests/cpu/test_rule_by_hand.py",
-    ]
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    tests += [f"tests/cpu/{file}" for file in files]
     done = run(*tests, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -18,11 +18,19 @@ FOLDER = Path(__file__).parent
 SOURCES = FOLDER.parents[1] / "src/blasst/kernels"
 RECORD = FOLDER / "verified.json"
 
-#: Family -> files that hold its device code or launch it.
+_TRITON, _HOPPER = ["triton/*.py"], ["hopper/*.cu", "hopper/*.cuh", "hopper/*.py", "triton/launch.py"]
+
+#: Family of tests -> files that hold the device code they test or launch it. With one GPU, all tests of
+#: two_gpus are skipped, which leaves their entry as it was.
 FAMILIES = {
-    "triton": ["triton/*.py"],
-    "hopper": ["hopper/*.cu", "hopper/*.cuh", "hopper/*.py", "triton/launch.py"],
+    "triton": _TRITON,
+    "hopper": _HOPPER,
+    "both": [*_TRITON, *_HOPPER],
+    "two_gpus": ["hopper/launch.py", "hopper/compile.py", "triton/launch.py"],
 }
+
+#: Family -> what its tests import from this folder.
+PARTS = {"hopper": ["decode_oracle.py"], "both": ["peak_memory.py"]}
 
 
 def test_files(family: str) -> list[Path]:
@@ -38,7 +46,8 @@ def kernel_hashes(family: str) -> dict[str, str]:
 
 def test_hashes(family: str) -> dict[str, str]:
     """sha256 of every test file of a family: they run nowhere else, so a change is unproven until then."""
-    return {path.name: _sha256(path) for path in test_files(family)}
+    files = [*test_files(family), *(FOLDER / name for name in PARTS.get(family, ()))]
+    return {path.name: _sha256(path) for path in files}
 
 
 def _sha256(path: Path) -> str:

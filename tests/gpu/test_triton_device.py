@@ -364,16 +364,6 @@ def test_caches_beyond_two_billion_elements_are_reached():
     assert torch.equal(got.out, plain.out)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-def test_tensors_on_another_device_leave_the_current_one():
-    with torch.cuda.device(1):
-        inputs = inputs_of("bf16-128", "decode", seed=15)
-    assert torch.cuda.current_device() == 0
-    got = compare(inputs, "decode", 0.05)
-    assert got.out.device.index == 1
-    assert torch.cuda.current_device() == 0
-
-
 def test_the_current_stream_is_used():
     inputs = inputs_of("bf16-128", "prefill", seed=16)
     expected = blasst_attn_func(*inputs, threshold=0.05, causal=True, impl="triton").out

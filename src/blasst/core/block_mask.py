@@ -25,15 +25,18 @@ def check_block_mask(block_mask: object, problem: AttentionProblem) -> Tensor:
     tile = PREFILL_TILE if problem.phase == "prefill" else DECODE_TILE
     shape, device = map_shape(problem, tile), problem.q.device
     heads = "num_heads" if problem.phase == "prefill" else "num_kv_heads"
-    wanted = f"a bool tensor (batch, {heads}, query tiles, key tiles) = {tuple(shape)} on {device}"
+
+    def wanted() -> str:
+        return f"a bool tensor (batch, {heads}, query tiles, key tiles) = {tuple(shape)} on {device}"
+
     if not isinstance(block_mask, Tensor):
-        raise TypeError(f"block_mask: got {type(block_mask).__name__}, want {wanted}")
+        raise TypeError(f"block_mask: got {type(block_mask).__name__}, want {wanted()}")
     if block_mask.dtype != torch.bool:
-        raise TypeError(f"block_mask: got dtype {block_mask.dtype}, want {wanted}")
+        raise TypeError(f"block_mask: got dtype {block_mask.dtype}, want {wanted()}")
     if tuple(block_mask.shape) != tuple(shape):
-        raise ValueError(f"block_mask: got shape {tuple(block_mask.shape)}, want {wanted}")
+        raise ValueError(f"block_mask: got shape {tuple(block_mask.shape)}, want {wanted()}")
     if block_mask.device != device:
-        raise ValueError(f"block_mask: got a tensor on {block_mask.device}, want {wanted}")
+        raise ValueError(f"block_mask: got a tensor on {block_mask.device}, want {wanted()}")
     if readable(block_mask):
         _check_rows(block_mask, problem)
     return block_mask

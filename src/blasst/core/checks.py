@@ -44,30 +44,34 @@ def check_threshold(name: str, value: object, batch: int, device: torch.device, 
 
     Floats and CPU tensors are checked for 0 <= value <= limit; values on another device are not read back.
     """
-    wanted = f"a float in [0, {limit:g}], or a float32 tensor ({batch},) of them on {device}"
+
+    def wanted() -> str:  # made only for an error: the compiler would take a size in a text for a fixed one
+        return f"a float in [0, {limit:g}], or a float32 tensor ({batch},) of them on {device}"
+
     if isinstance(value, Tensor):
         if value.dtype != torch.float32:
-            raise TypeError(f"{name}: got dtype {value.dtype}, want {wanted}")
+            raise TypeError(f"{name}: got dtype {value.dtype}, want {wanted()}")
         if value.device != device:
-            raise ValueError(f"{name}: got a tensor on {value.device}, want {wanted}")
-        if value.dim() > 1 or (value.dim() == 1 and value.shape[0] not in (1, batch)):
-            raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {wanted}")
+            raise ValueError(f"{name}: got a tensor on {value.device}, want {wanted()}")
+        # not "in (1, batch)": the compiler finds no symbolic size in a tuple
+        if value.dim() > 1 or (value.dim() == 1 and value.shape[0] != 1 and value.shape[0] != batch):
+            raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {wanted()}")
         if device.type == "cpu" and not torch.compiler.is_compiling():
-            _check_cpu_values(name, value, limit, wanted)
+            _check_cpu_values(name, value, limit, wanted())
         return value.expand(batch)
-    number = check_number(name, value, wanted)
     if torch.compiler.is_compiling():  # a product lets the compiler keep the float symbolic: no recompilation
-        return torch.ones(batch, dtype=torch.float32, device=device) * number
+        return torch.ones(batch, dtype=torch.float32, device=device) * value  # type: ignore[operator]
+    number = check_number(name, value, wanted())
     if number < 0:
         hint = (
             "; a threshold is a linear ratio: convert a log-domain value with exp() first"
             if limit == 1
             else ""
         )
-        raise ValueError(f"{name}: got {number!r}, want {wanted}{hint}")
+        raise ValueError(f"{name}: got {number!r}, want {wanted()}{hint}")
     if number > limit:
         hint = " (a value that grows with the length is threshold_scale_factor)" if limit == 1 else ""
-        raise ValueError(f"{name}: got {number!r}, want {wanted}{hint}")
+        raise ValueError(f"{name}: got {number!r}, want {wanted()}{hint}")
     return torch.full((batch,), number, dtype=torch.float32, device=device)
 
 
@@ -205,18 +209,21 @@ def check_dtype(q: Tensor, impl: str, name: str = "q") -> None:
 
 def check_index(name: str, value: object, shape: tuple[int | None, ...], device: torch.device) -> Tensor:
     """An int32 tensor of a shape (None = any size) on the device."""
-    wanted = f"an int32 tensor {tuple('any' if s is None else s for s in shape)} on {device}"
+
+    def wanted() -> str:
+        return f"an int32 tensor {tuple('any' if s is None else s for s in shape)} on {device}"
+
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: got {type(value).__name__}, want {wanted}")
+        raise TypeError(f"{name}: got {type(value).__name__}, want {wanted()}")
     if value.dtype != torch.int32:
-        raise TypeError(f"{name}: got dtype {value.dtype}, want {wanted}")
+        raise TypeError(f"{name}: got dtype {value.dtype}, want {wanted()}")
     if value.device != device:
-        raise ValueError(f"{name}: got a tensor on {value.device}, want {wanted}")
+        raise ValueError(f"{name}: got a tensor on {value.device}, want {wanted()}")
     right = value.dim() == len(shape) and all(
         w is None or w == got for w, got in zip(shape, value.shape, strict=True)
     )
     if not right:
-        raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {wanted}")
+        raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {wanted()}")
     return value
 
 
@@ -224,13 +231,16 @@ def check_sinks(sinks: object, num_heads: int, device: torch.device) -> Tensor |
     """Floating (num_heads,) on the device, as float32."""
     if sinks is None:
         return None
-    wanted = f"a floating tensor ({num_heads},) on {device}"
+
+    def wanted() -> str:
+        return f"a floating tensor ({num_heads},) on {device}"
+
     if not isinstance(sinks, Tensor) or not sinks.dtype.is_floating_point:
-        raise TypeError(f"sinks: got {getattr(sinks, 'dtype', type(sinks).__name__)}, want {wanted}")
+        raise TypeError(f"sinks: got {getattr(sinks, 'dtype', type(sinks).__name__)}, want {wanted()}")
     if tuple(sinks.shape) != (num_heads,):
-        raise ValueError(f"sinks: got shape {tuple(sinks.shape)}, want {wanted}")
+        raise ValueError(f"sinks: got shape {tuple(sinks.shape)}, want {wanted()}")
     if sinks.device != device:
-        raise ValueError(f"sinks: got a tensor on {sinks.device}, want {wanted}")
+        raise ValueError(f"sinks: got a tensor on {sinks.device}, want {wanted()}")
     if readable(sinks) and not bool((sinks < math.inf).all()):
         raise ValueError(f"sinks: got {sinks.tolist()[:8]}, want numbers below inf (-inf = no sink)")
     return sinks.float()
@@ -246,23 +256,26 @@ def check_descale(name: str, value: object, batch: int, num_kv_heads: int, cache
     if cache.dtype != FP8:
         raise ValueError(f"{name}: got a scale beside a cache of {cache.dtype}, want None unless it is {FP8}")
     shape = (batch, num_kv_heads)
-    wanted = f"a positive float, or a float32 tensor (), ({num_kv_heads},) or {shape} on {cache.device}"
+
+    def wanted() -> str:
+        return f"a positive float, or a float32 tensor (), ({num_kv_heads},) or {shape} on {cache.device}"
+
     if isinstance(value, Tensor):
         if value.dtype != torch.float32:
-            raise TypeError(f"{name}: got dtype {value.dtype}, want {wanted}")
+            raise TypeError(f"{name}: got dtype {value.dtype}, want {wanted()}")
         if value.device != cache.device:
-            raise ValueError(f"{name}: got a tensor on {value.device}, want {wanted}")
-        if tuple(value.shape) not in ((), shape[1:], shape):
-            raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {wanted}")
+            raise ValueError(f"{name}: got a tensor on {value.device}, want {wanted()}")
+        if all(tuple(value.shape) != one for one in ((), shape[1:], shape)):  # see check_threshold
+            raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {wanted()}")
         if readable(value) and not bool(((value > 0) & (value < math.inf)).all()):
-            raise ValueError(f"{name}: got {value.flatten().tolist()[:8]}, want {wanted}")
+            raise ValueError(f"{name}: got {value.flatten().tolist()[:8]}, want {wanted()}")
         return value.expand(shape)
-    number = check_number(name, value, wanted)
     if torch.compiler.is_compiling():  # as in check_threshold
-        return torch.ones(shape, dtype=torch.float32, device=cache.device) * number
+        return torch.ones(shape, dtype=torch.float32, device=cache.device) * value  # type: ignore[operator]
+    number = check_number(name, value, wanted())
     limits = torch.finfo(torch.float32)
     if not limits.tiny <= number <= limits.max:
-        raise ValueError(f"{name}: got {number!r}, want {wanted}")
+        raise ValueError(f"{name}: got {number!r}, want {wanted()}")
     return torch.full((), number, dtype=torch.float32, device=cache.device).expand(shape)
 
 

@@ -62,24 +62,42 @@ def _problem(args: tuple[Any, ...]) -> tuple[AttentionProblem, str]:
     return AttentionProblem(**values), impl
 
 
-@torch.library.impl("blasst::attention", "CompositeExplicitAutograd")
 def _attention(*args: Any) -> _Flat:
     problem, impl = _problem(args)
-    result = select.run(problem, impl)
+    device = problem.q.device.type
+    if torch.is_autocast_enabled(device):  # for the caller's products, not for those inside
+        with torch.autocast(device, enabled=False):
+            result = select.run(problem, impl)
+    else:
+        result = select.run(problem, impl)
     nothing = problem.q.new_empty(0, dtype=torch.float32)
     no_count = problem.q.new_empty(0, dtype=torch.int64)
     screened = None if result.counts is None else result.counts.screened
     if result.lse is None:
         raise RuntimeError("a kernel returned no lse")
+    skipped, visited = (
+        (no_count, torch.empty_like(no_count)) if result.counts is None else _apart(result.counts)
+    )
     return (
         result.out,
         result.lse,
-        no_count if result.counts is None else result.counts.skipped,
-        torch.empty_like(no_count) if result.counts is None else result.counts.visited,
+        skipped,
+        visited,
         torch.empty_like(no_count) if screened is None else screened,
         nothing if result.mass_bound is None else result.mass_bound,
         problem.q.new_empty(0, dtype=torch.bool) if result.kept_tiles is None else result.kept_tiles,
     )
+
+
+torch.library.impl("blasst::attention", "CompositeExplicitAutograd", _attention)
+
+
+def _apart(counts: SkipCounts) -> tuple[Tensor, Tensor]:
+    """Skipped and visited in memory of their own: a kernel may fill one tensor, outputs share none."""
+    skipped, visited = counts.skipped, counts.visited
+    if skipped.untyped_storage().data_ptr() == visited.untyped_storage().data_ptr():
+        visited = visited.clone()
+    return skipped, visited
 
 
 @torch.library.register_fake("blasst::attention")
