@@ -50,13 +50,14 @@ constexpr u32 kQueryChunkBytes = kRows * kRowBytes;
 constexpr u32 kQueryBytes = kChunks * kQueryChunkBytes;
 constexpr u32 kWeightBytes = kRows * kKeys * 2;
 constexpr int kMaxStages = 12;
-constexpr int kDecisions = 16;         // of tiles that the producer has not heard of: less than the ring and two
+constexpr int kDecisions = 16;         // of tiles that the producer has not heard of
 constexpr int kSlots = SLOTS;          // kept tiles whose P.V is still to come
 constexpr int kScores = kColumns / 2;  // registers of the scores of one tile, and of 64 rows of O^T
 constexpr int kOwn = kColumns / 4;     // rows of which a thread sees scores
 // Tiles that are scored before the bounds are known, so that K need not wait for them.
 constexpr int kAhead = SKIP ? AHEAD : 1;
 constexpr int kQueued = kAhead > 1 ? kAhead - 1 : 1;
+static_assert(kDecisions >= kMaxStages + kAhead && kDecisions > kMaxStages + 1);
 constexpr int kMaxSplits = 32;
 constexpr int kPart = HEAD_DIM + 4;    // of a row: O, base, sum, bound, base of the bound
 constexpr int kWords = 1 + MASS;       // of a row's message: maximum over the anchors, sum
@@ -550,15 +551,6 @@ struct Consumer {
                (shared.sums[f + 2][column] + shared.sums[f + 3][column]);
     }
 
-    // Into the next free slot; by the first warp.
-    __device__ __forceinline__ void fetch(const TensorMap* map, u64 policy, int tile) {
-        if (threadIdx.x < 32) {
-            const int slot = issued % kSlots;
-            const u32 barrier = shared_address(&shared.value_full[slot]);
-            load_tile(p, map, policy, job, tile, values + slot * kTileBytes, barrier, lane());
-        }
-    }
-
     __device__ __forceinline__ void wait_for_slot() const {
         barrier_wait(shared_address(&shared.value_full[done % kSlots]), done / kSlots % 2);
     }
@@ -624,8 +616,14 @@ struct Consumer {
         if (!there) meet();
     }
 
+    // K of anchors into free slots; by the first warp.
     __device__ __forceinline__ void fetch_anchors() {
-        for (; issued < min(job.anchors, done + kSlots); ++issued) fetch(&p.k, kKeepInCache, job.anchor(issued));
+        for (; issued < min(job.anchors, done + kSlots); ++issued) {
+            const int slot = issued % kSlots;
+            const u32 barrier = shared_address(&shared.value_full[slot]);
+            if (threadIdx.x >= 32) continue;
+            load_tile(p, &p.k, kKeepInCache, job, job.anchor(issued), values + slot * kTileBytes, barrier, lane());
+        }
     }
 
     // What the first split tells the others; by thread r for row r of its warpgroup.
@@ -979,8 +977,7 @@ struct Consumer {
 };
 
 // Fetch K of the split, and V: in a dense build of every tile, else of the tiles that are kept, as the consumers tell.
-// The first split brings K of the anchors before that, into the slots, which V does not need
-// yet.
+// The first split brings K of the anchors before that, into the slots, which V does not need yet.
 __device__ __forceinline__ void produce(const Params& p, Shared& shared, const Job& job, u32 keys, u32 values) {
     const int lane = threadIdx.x % 32;
     Ring ring;

@@ -381,8 +381,11 @@ def _zeros(count: int, stream: int) -> int:
                 driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
             )
         )
-        kept = int(checked(driver.cuMemAlloc(4 * size)))
+        status, address = driver.cuMemAlloc(4 * size)
         checked(driver.cuThreadExchangeStreamCaptureMode(mode))
+        if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError(f"CUDA out of memory: {4 * size} bytes of counters")
+        kept = int(checked((status, address)))
         checked(driver.cuMemsetD32Async(kept, 0, size, stream))
         _counters[place] = kept, size
     return kept

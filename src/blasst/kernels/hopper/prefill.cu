@@ -12,7 +12,6 @@
 // STAGES, PARTS, TURNS. What is computed: docs/method.md.
 #include "ptx.cuh"
 
-
 namespace {
 
 constexpr int kRows = 64;    // of a query tile: one warpgroup

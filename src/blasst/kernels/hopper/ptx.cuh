@@ -63,9 +63,6 @@ __device__ __forceinline__ void async_proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The same for ordinary accesses to any memory, and for what TMA reads and writes afterwards.
-__device__ __forceinline__ void all_proxies_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
 // --- named barriers -------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void named_sync(int barrier, int threads) {
@@ -124,14 +121,6 @@ __device__ __forceinline__ void tma_load(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(target),
         "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(policy)
-        : "memory");
-}
-
-// Bytes that lie together, a multiple of 16.
-__device__ __forceinline__ void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-        "l"(source), "r"(bytes), "r"(barrier)
         : "memory");
 }
 
