@@ -199,11 +199,11 @@ def test_transformers_that_is_too_old(monkeypatch):
 def test_everything_that_is_not_ok_says_what_to_do(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    hopper.compiler_reason.cache_clear()
+    hopper._compiler_reason.cache_clear()
     try:
         findings = examine("pip install the-model")
     finally:
-        hopper.compiler_reason.cache_clear()
+        hopper._compiler_reason.cache_clear()
     states = {finding.name: finding.state for finding in findings}
     assert states["triton kernels"] == states["hopper kernels"] == states["transformers"] == "missing"
     assert [finding for finding in findings if finding.state != "ok" and not finding.remedy] == []

@@ -5,6 +5,8 @@ import math
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -296,13 +298,35 @@ def test_importing_the_package_imports_no_compiler():
 @pytest.mark.parametrize(("module", "said"), [("cuda.core", "cuda-core"), ("cuda.bindings", "NVRTC")])
 def test_a_missing_compiler_is_a_reason_that_names_the_extra(module, said, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    hopper.compiler_reason.cache_clear()
+    hopper._compiler_reason.cache_clear()
     try:
         reason = hopper.compiler_reason()
     finally:
         monkeypatch.undo()
-        hopper.compiler_reason.cache_clear()
+        hopper._compiler_reason.cache_clear()
     assert said in reason and "pip install 'blasst[cuda]'" in reason
+
+
+def test_threads_do_not_look_for_the_compiler_at_the_same_time(monkeypatch):
+    inside, together = [0], []
+    find = hopper.import_module
+
+    def slow_import(name):
+        inside[0] += 1
+        together.append(inside[0])
+        time.sleep(0.01)
+        inside[0] -= 1
+        return find(name)
+
+    monkeypatch.setattr(hopper, "import_module", slow_import)
+    hopper._compiler_reason.cache_clear()
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            reasons = {pool.submit(hopper.compiler_reason) for _ in range(4)}
+            assert len({reason.result() for reason in reasons}) == 1
+    finally:
+        hopper._compiler_reason.cache_clear()
+    assert together and max(together) == 1
 
 
 # --- compiled kernels on disk ---------------------------------------------------------------------------

@@ -26,7 +26,8 @@ LIMIT = 300
 def run(files: list[str], impl: str) -> tuple[int, list[str]]:
     """Passed tests and the reasons of skipped ones; fails where a test failed."""
     workers = min(8, max(1, (os.cpu_count() or 1) // 2))
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-n", str(workers)]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
+    command += ["-p", "no:benchmark", "-n", str(workers)]  # a plugin that warns beside xdist, if it is there
     command += [str(FOLDER / file) for file in files]
     environment = {**os.environ, "BLASST_CASES": impl, "OMP_NUM_THREADS": "1"}
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):

@@ -136,7 +136,8 @@ def test_a_graph_of_the_other_device_follows_values(tokens: int, impl: str) -> N
         step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # The stream that torch captures on unless told belongs to the device of its first capture.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(THERE)):
             replayed = step()
     for new_lengths, new_threshold in (([700, 5999], [0.0, 0.05]), ([6000, 4000], [1.0, 0.01])):
         lengths.copy_(torch.tensor(new_lengths, dtype=torch.int32))

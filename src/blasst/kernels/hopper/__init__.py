@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import threading
 from functools import cache
 from importlib import import_module
 
@@ -28,6 +29,8 @@ _MIN_PAGE = 16
 _ALIGNMENT = 16
 _MAX_STRIDE = 2**40
 
+_looking = threading.Lock()
+
 
 def unsupported_reason(problem: AttentionProblem) -> str | None:
     """Why these kernels cannot serve a checked problem, or None when they can."""
@@ -44,9 +47,14 @@ def unsupported_reason(problem: AttentionProblem) -> str | None:
     return reason or compiler_reason() or driver_reason()
 
 
-@cache
 def compiler_reason() -> str | None:
     """Why the kernels cannot be compiled here, or None when they can; looked at once."""
+    with _looking:  # threads that import cuda.core at the same time may see it half made
+        return _compiler_reason()
+
+
+@cache
+def _compiler_reason() -> str | None:
     remedy = "pip install 'blasst[cuda]'"
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
         return f"cuda-core is not installed ({remedy})"
