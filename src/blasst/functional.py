@@ -11,6 +11,7 @@ from torch import Tensor
 from blasst.core import checks
 from blasst.core.block_mask import check_block_mask
 from blasst.core.cache import append_to_cache, check_new_keys
+from blasst.core.int8_screen import check_int8_screen
 from blasst.core.key_codes import KeyCodes
 from blasst.core.problem import AttentionProblem
 from blasst.core.screen import check_screen
@@ -56,6 +57,7 @@ def blasst_attn_func(
     max_skipped_mass: float | None = None,
     dense_tail: int = 0,
     block_mask: Tensor | None = None,
+    screen: str | None = None,
     return_lse: bool = False,
     return_counts: bool = False,
     return_mass_bound: bool = False,
@@ -90,6 +92,10 @@ def blasst_attn_func(
             a tile that is False is not attended and not counted, and skipping happens among the others. Each
             row that sees keys must keep a tile; checked on a CPU, on a GPU such a row has out 0 and lse -inf
             (or its sink). None = every tile.
+        screen: "int8": decide from 8-bit copies of q and k, before any score is known, which tiles go,
+            against the row's final maximum and on the safe side of every rounding: a rule of its own with
+            the same guarantees (docs/method.md). Goes with a threshold, without
+            max_skipped_mass and return_mass_bound. None (default) = the rule above.
         return_lse: fill AttentionOutput.lse.
         return_counts: fill AttentionOutput.counts.
         return_mass_bound: fill AttentionOutput.mass_bound.
@@ -103,7 +109,7 @@ def blasst_attn_func(
     Raises:
         TypeError: a wrong type, or a dtype of an argument that is fixed.
         ValueError: a wrong value, shape or device, or dtypes of q, k, v that differ.
-        UnsupportedError: no kernel can serve the call.
+        UnsupportedError: no kernel can serve the call, or screen stands beside what it does not go with.
         NotImplementedError: gradients are wanted; there is no backward pass.
 
     Source: BLASST (arXiv:2512.12087) Algorithm 1; docs/method.md.
@@ -128,6 +134,8 @@ def blasst_attn_func(
     checks.check_qkv(q, k, v, 4, 4, ("q", "k", "v"))
     checks.check_batch(k, q, ("k", "q"))
     problem = _problem(q, k, v, options, "prefill", kv_len=k.shape[1], max_seqlens=(q.shape[1], k.shape[1]))
+    if screen is not None:
+        problem = replace(problem, int8_screen=check_int8_screen(screen, problem))
     return op.call(problem, impl, return_lse)
 
 
@@ -152,6 +160,7 @@ def blasst_attn_varlen_func(
     max_skipped_mass: float | None = None,
     dense_tail: int = 0,
     block_mask: Tensor | None = None,
+    screen: str | None = None,
     return_lse: bool = False,
     return_counts: bool = False,
     return_mass_bound: bool = False,
@@ -183,6 +192,7 @@ def blasst_attn_varlen_func(
         dense_tail: as in `blasst_attn_func`; of each sequence.
         block_mask: as in `blasst_attn_func`, sized by max_seqlen_q and max_seqlen_k; tiles beyond a sequence
             are not looked at.
+        screen: as in `blasst_attn_func`.
         return_lse: fill AttentionOutput.lse, (num_heads, total_q).
         return_counts: fill AttentionOutput.counts.
         return_mass_bound: fill AttentionOutput.mass_bound.
@@ -195,7 +205,7 @@ def blasst_attn_varlen_func(
     Raises:
         TypeError: a wrong type, or a dtype of an argument that is fixed.
         ValueError: a wrong value, shape or device, or dtypes of q, k, v that differ.
-        UnsupportedError: no kernel can serve the call.
+        UnsupportedError: no kernel can serve the call, or screen stands beside what it does not go with.
         NotImplementedError: gradients are wanted.
 
     Source: BLASST (arXiv:2512.12087); argument names of FlashAttention.
@@ -255,6 +265,8 @@ def blasst_attn_varlen_func(
         seqused_k=seqused_k,
         block_table=block_table,
     )
+    if screen is not None:
+        problem = replace(problem, int8_screen=check_int8_screen(screen, problem))
     return op.call(problem, impl, return_lse)
 
 

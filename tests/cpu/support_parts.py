@@ -252,6 +252,7 @@ ROWS = [
     ),
     Row("`block_mask`", masked, ("cpu/test_block_mask.py",)),
     Row("`screen`, which saves nothing there yet", screened, ("cpu/test_screen.py",), phases=(2,)),
+    Row('`screen="int8"`, likewise', of(screen="int8"), ("cpu/test_int8_screen.py",), phases=(40,)),
 ]
 
 #: They read lengths on the host.

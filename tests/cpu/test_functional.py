@@ -314,6 +314,7 @@ def arguments(phase, **change):
         "block_mask": None,
         "dense_tail": 0,
         "screen": (),
+        "int8_screen": False,
         "want_counts": True,
         "want_mass_bound": True,
         "want_kept_tiles": True,

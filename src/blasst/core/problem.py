@@ -48,6 +48,8 @@ class AttentionProblem:
         dense_tail: query tiles that hold one of a sequence's last so many rows skip nothing; prefill only.
         screen: codes, low and step of `KeyCodes` of the keys, or empty = no screening; decode only, with a
             threshold, without budget, mass bound, descale and leftpad.
+        int8_screen: tiles are skipped by bounds from 8-bit copies of Q and K instead of their scores; prefill
+            only, with a threshold, without budget and mass bound.
         want_counts: fill AttentionOutput.counts.
         want_mass_bound: fill AttentionOutput.mass_bound.
         want_kept_tiles: fill AttentionOutput.kept_tiles.
@@ -76,6 +78,7 @@ class AttentionProblem:
     block_mask: Tensor | None = None
     dense_tail: int = 0
     screen: Sequence[Tensor] = ()
+    int8_screen: bool = False
     want_counts: bool = False
     want_mass_bound: bool = False
     want_kept_tiles: bool = False
@@ -84,6 +87,11 @@ class AttentionProblem:
     def packed(self) -> bool:
         """Whether q is (total_q, num_heads, head_dim)."""
         return self.cu_seqlens_q is not None
+
+    @property
+    def screened(self) -> bool:
+        """Whether tiles are skipped without their scores."""
+        return self.int8_screen or len(self.screen) > 0
 
     @property
     def batch_size(self) -> int:

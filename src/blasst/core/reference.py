@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from blasst.core.checks import check_dense_tail
+from blasst.core.int8_screen import Int8Keys, Int8Rows, score_bounds
 from blasst.core.problem import AttentionProblem
 from blasst.core.screen import upper_scores
 from blasst.core.sequences import (
@@ -51,8 +52,9 @@ class ReferenceOutput(NamedTuple):
         mass_bound: upper bound of skipped_mass, shape of lse.
         kept_tiles: bool (batch, heads, query tiles, key tiles).
         skipped_mass: true softmax weight of skipped keys, shape of lse.
-        margin: shape of kept_tiles; max over rows of tile_max minus the maximum that the rule compares with;
-            inf where a tile is kept at any threshold, nan where it is not visited.
+        margin: shape of kept_tiles; max over rows of tile_max minus the maximum that the rule compares with
+            (of the bounds of both, where the call is screened in int8); inf where a tile is kept at any
+            threshold, nan where it is not visited.
     """
 
     out: Tensor
@@ -97,6 +99,7 @@ def reference_attention(
     k_descale: float | Tensor | None = None,
     v_descale: float | Tensor | None = None,
     block_mask: Tensor | None = None,
+    int8_screen: bool = False,
     tile: TileShape | None = None,
     order: VisitingOrder = "sink_first",
     kept_tiles: Tensor | None = None,
@@ -126,6 +129,7 @@ def reference_attention(
             None = 1.
         v_descale: the same for v.
         block_mask: bool, shape of kept_tiles: tiles that may be attended; None = all.
+        int8_screen: decide with bounds from 8-bit copies of q and k, as `screen="int8"` does; prefill only.
         tile: vote shape; default the serving shape of the phase.
         order: visiting order of prefill.
         kept_tiles: a map to follow instead of deciding (True = keep).
@@ -172,6 +176,7 @@ def reference_attention(
         v_descale=scales[1],
         block_mask=block_mask,
         dense_tail=check_dense_tail(dense_tail),
+        int8_screen=int8_screen,
     )
     return run_reference(problem, tile=tile, order=order, kept_tiles=kept_tiles, dtype=dtype)
 
@@ -213,7 +218,9 @@ def run_reference(
             valid = solver.row_valid(i)
             visited[b] += solver.num_visited(i)
             skipped[b] += solver.num_visited(i) - kept[b, :, i].sum(-1)
-            screened[b] += sure.sum(-1)
+            screened[b] += (
+                solver.num_visited(i) - kept[b, :, i].sum(-1) if problem.int8_screen else sure.sum(-1)
+            )
             norm = torch.where(state.row_sum == 0, torch.ones_like(state.row_sum), state.row_sum)
             values = (
                 (out, state.acc / norm[..., None]),
@@ -227,7 +234,7 @@ def run_reference(
     return ReferenceOutput(
         out,
         lse.permute(axes),
-        SkipCounts(skipped, visited, screened if problem.screen else None),
+        SkipCounts(skipped, visited, screened if problem.screened else None),
         mass_bound.permute(axes),
         kept,
         skipped_mass.permute(axes),
@@ -256,6 +263,10 @@ class _SequenceSolver:
         self.seqlen_k, num_kv_heads = sequence.k.shape[:2]
         self.group = num_heads // num_kv_heads
         self.q = sequence.q.to(dtype)
+        self.coded = None  # what 8-bit copies are made of: the rows as they came, and the keys' copies
+        if problem.int8_screen:
+            wide = torch.promote_types(dtype, torch.float32)
+            self.coded = sequence.q, Int8Keys.of(sequence.k, sequence.q, wide)
         per_head = 1 if tile.query is None else self.group
         self.k = sequence.k.to(dtype).transpose(0, 1).repeat_interleave(per_head, dim=0)  # (heads, keys, dim)
         self.v = sequence.v.to(dtype).transpose(0, 1).repeat_interleave(per_head, dim=0)
@@ -323,6 +334,26 @@ class _SequenceSolver:
             *(rows, self.problem.screen, self.index, range(tiles), self.seqlen_k, self.problem.softcap)
         )
 
+    def _int8_vote(
+        self, i: int, visible: Tensor, start: Tensor, log_threshold: Tensor | None, width: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Margin of every key tile and whether every row agrees to skip it, both (heads, key tiles)."""
+        if self.coded is None or self.k.shape[1] == 0:
+            return None
+        q, keys = self.coded
+        row, head = self.rows_of(i)
+        rows = Int8Rows.of(q[row, head], self.problem.softmax_scale, keys)
+        tiles = range(keys.codes.shape[1] // self.tile.key)
+        seen = torch.nn.functional.pad(visible, (0, len(tiles) * self.tile.key - visible.shape[-1]))
+        upper, lower = score_bounds(rows, keys, tiles, seen, self.problem.softcap)
+        compare = torch.maximum(start, lower.amax(-1).to(start.dtype))
+        gap = start.new_full((upper.shape[0], width), -math.inf)
+        skip = torch.zeros_like(gap, dtype=torch.bool)
+        for j in tiles:
+            here = seen[..., j * self.tile.key : (j + 1) * self.tile.key]
+            gap[:, j], skip[:, j] = self._vote(upper[..., j : j + 1], here, compare, log_threshold)
+        return gap, skip
+
     def solve(self, i: int, given: Tensor | None, kept: Tensor, margin: Tensor, screened: Tensor) -> _Rows:
         """Visit the tiles of query tile i; fills kept, margin and screened (heads, key tiles) in place."""
         begin, end = self._ranges(i)
@@ -340,8 +371,12 @@ class _SequenceSolver:
         anchors = self._anchors(begin, end, allowed, kept.shape) if decode else torch.zeros_like(kept)
         anchor = _AnchorState.of(scores, visible, state.row_max, anchors, self.tile.key) if decode else None
         upper = self._upper_scores(i, kept.shape[-1]) if self.problem.screen else None
+        votes = self._int8_vote(i, visible, state.row_max, log_threshold, kept.shape[-1])
+        plan = visits(tiles, "ascending" if decode else self.order, allowed)
+        if votes is not None:
+            plan = _kept_first(plan, votes[1] if given is None else ~given[:, i])
 
-        for j, heads in visits(tiles, "ascending" if decode else self.order, allowed):
+        for j, heads in plan:
             columns = slice(j * self.tile.key, (j + 1) * self.tile.key)
             s, seen = scores[..., columns], visible[..., columns]
             if heads is not None:  # to the others the tile is as good as invisible now
@@ -349,6 +384,8 @@ class _SequenceSolver:
                 seen = seen & heads[:, None, None]
             compare = state.row_max if anchor is None else anchor.row_max
             gap, agree = self._vote(s, seen, compare, log_threshold)
+            if votes is not None:
+                gap, agree = votes[0][:, j], votes[1][:, j]
             skip = agree & ~anchors[:, j]
             gap = torch.where(anchors[:, j], math.inf, gap)
             if upper is not None:  # then what the keys of the tile say does not count
@@ -433,6 +470,20 @@ class _SequenceSolver:
         state.bound = state.bound * rescale + bound
         state.skipped = state.skipped * rescale + torch.where(skip, weight.sum(-1), 0.0)
         state.row_max = new_max
+
+
+def _kept_first(plan: list[tuple[int, Tensor | None]], skip: Tensor) -> list[tuple[int, Tensor | None]]:
+    """The visits with those that skip at the end: then every row knows its maximum, and counts against it."""
+    first: list[tuple[int, Tensor | None]] = []
+    last: list[tuple[int, Tensor | None]] = []
+    for j, heads in plan:
+        if not bool(skip[:, j].any()):
+            first.append((j, heads))
+            continue
+        now = torch.ones_like(skip[:, j]) if heads is None else heads
+        first.append((j, now & ~skip[:, j]))
+        last.append((j, now & skip[:, j]))
+    return first + last
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def upper_scores(
     size = q.abs() + smallest
     half_steps = size @ (step / 2).transpose(1, 2)
     magnitude = size @ largest.transpose(1, 2)
-    bound = best + half_steps + 2 * _rounding(q) * magnitude + smallest
+    bound = best + half_steps + 2 * rounding(q.shape[-1], q.dtype) * magnitude + smallest
     if softcap > 0:
         bound = torch.tanh(bound / softcap) * softcap + 16 * limits.eps * softcap
     safe = magnitude < limits.max / 4
@@ -117,10 +117,10 @@ def upper_scores(
     return upper
 
 
-def _rounding(q: Tensor) -> float:
-    """Relative to sum_d |q_d| * |k_d|, how far a computed score may lie from the true one."""
-    terms = (q.shape[-1] + 8) * 2 * torch.finfo(q.dtype).eps
-    return terms / (1 - terms) + (2 * _input_error() if q.dtype == torch.float32 else 0.0)
+def rounding(head_dim: int, dtype: torch.dtype) -> float:
+    """Relative to sum_d |q_d| * |k_d|, how far a score computed in a dtype may lie from the true one."""
+    terms = (head_dim + 8) * 2 * torch.finfo(dtype).eps
+    return terms / (1 - terms) + (2 * _input_error() if dtype == torch.float32 else 0.0)
 
 
 def _input_error() -> float:

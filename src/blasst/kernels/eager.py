@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blasst.core.int8_screen import Int8Keys, Int8Rows, score_bounds
 from blasst.core.problem import AttentionProblem
 from blasst.core.screen import upper_scores
 from blasst.core.sequences import (
@@ -263,6 +264,7 @@ def run(problem: AttentionProblem) -> AttentionOutput:
             None if problem.block_mask is None else problem.block_mask[b]
         )  # (heads, query tiles, key tiles)
         step = tile.query or max(sequence.seqlen_q, 1)
+        coded = Int8Keys.of(view.k, view.q, torch.float32) if problem.int8_screen else None
         for first_row in range(0, sequence.seqlen_q, step):
             rows = slice(first_row, first_row + step)
             i = first_row // step
@@ -273,7 +275,11 @@ def run(problem: AttentionProblem) -> AttentionOutput:
                 first_row, sequence.seqlen_q, step, problem.dense_tail
             )
             cut = None if tail else log_threshold
-            kept = scored.kept(cut)
+            if coded is None or cut is None:
+                kept = scored.kept(cut)
+            else:
+                kept = _kept_in_int8(view.q[rows], coded, scored, problem, cut)
+                screened[b] += scored.num_visited - kept.sum(-1)
             if problem.max_skipped_mass is not None and cut is not None:
                 kept = within_budget(scored, kept, problem.max_skipped_mass, tile.key)
             if problem.screen and cut is not None:
@@ -286,9 +292,8 @@ def run(problem: AttentionProblem) -> AttentionOutput:
                 screened[b] += without_scores.sum(-1)
             if kept_map is not None:
                 kept_map[b, :, i, scored.tiles.start : scored.tiles.stop] = kept
-            num_visited = len(scored.tiles) if scored.allowed is None else scored.allowed.sum(-1)
-            visited[b] += num_visited
-            skipped[b] += num_visited - kept.sum(-1)
+            visited[b] += scored.num_visited
+            skipped[b] += scored.num_visited - kept.sum(-1)
             part, part_lse = _attend(scored, kept, sequence)
             out[place][rows] = _rows_first(part, problem, tile).to(out.dtype)
             lse[place][rows] = _rows_first(part_lse, problem, tile)
@@ -299,10 +304,22 @@ def run(problem: AttentionProblem) -> AttentionOutput:
     return AttentionOutput(
         out,
         lse.permute(axes).contiguous(),
-        SkipCounts(skipped, visited, screened if problem.screen else None) if problem.want_counts else None,
+        SkipCounts(skipped, visited, screened if problem.screened else None) if problem.want_counts else None,
         mass_bound.permute(axes).contiguous() if problem.want_mass_bound else None,
         kept_map,
     )
+
+
+def _kept_in_int8(
+    q: Tensor, keys: Int8Keys, scored: ScoredTiles, problem: AttentionProblem, log_threshold: Tensor
+) -> Tensor:
+    """(heads, tiles): what bounds from 8-bit copies leave; the scores of a skipped tile do not count."""
+    rows = Int8Rows.of(q.transpose(0, 1), problem.softmax_scale, keys)
+    visible = scored.visible(PREFILL_TILE.key)
+    if scored.allowed is not None:
+        visible = visible & scored.allowed.repeat_interleave(PREFILL_TILE.key, dim=-1)[:, None]
+    upper, lower = score_bounds(rows, keys, scored.tiles, visible, problem.softcap)
+    return scored.kept_within(upper, lower, log_threshold)
 
 
 def _rows_first(value: Tensor, problem: AttentionProblem, tile: TileShape) -> Tensor:

@@ -64,6 +64,17 @@ class ScoredTiles:
         kept = ~agree.all(1)
         return kept if self.anchor is None else kept | self.anchor
 
+    def kept_within(self, upper: Tensor, lower: Tensor, log_threshold: Tensor) -> Tensor:
+        """(heads, tiles): the rule against the final maximum, on bounds of tile_max (heads, rows, tiles)."""
+        compare = torch.maximum(self.start, lower.amax(-1))[..., None]
+        kept = ~((upper < compare + log_threshold) | ~self.concerned).all(1)
+        return kept if self.allowed is None else kept & self.allowed
+
+    @property
+    def num_visited(self) -> int | Tensor:
+        """Visited tiles; under a block mask (heads,)."""
+        return len(self.tiles) if self.allowed is None else self.allowed.sum(-1)
+
     def screened(self, upper: Tensor, log_threshold: Tensor) -> Tensor:
         """(heads, tiles): the rule on upper bounds of tile_max (heads, rows, tiles); never an anchor."""
         agree = ((upper < self.compare + log_threshold) | ~self.concerned).all(1)

@@ -37,6 +37,7 @@ _ARGUMENTS = {
     "block_mask": "Tensor?",
     "dense_tail": "int",
     "screen": "Tensor[]",
+    "int8_screen": "bool",
     "want_counts": "bool",
     "want_mass_bound": "bool",
     "want_kept_tiles": "bool",
@@ -113,7 +114,7 @@ def _attention_shapes(*args: Any) -> _Flat:
         q.new_empty(rows, dtype=torch.float32),
         q.new_empty(count_size, dtype=torch.int64),
         q.new_empty(count_size, dtype=torch.int64),
-        q.new_empty(count_size if problem.screen else (0,), dtype=torch.int64),
+        q.new_empty(count_size if problem.screened else (0,), dtype=torch.int64),
         q.new_empty(rows if problem.want_mass_bound else (0,), dtype=torch.float32),
         q.new_empty(map_size if problem.want_kept_tiles else (0,), dtype=torch.bool),
     )
@@ -126,7 +127,7 @@ def call(problem: AttentionProblem, impl: str, return_lse: bool) -> AttentionOut
     return AttentionOutput(
         out,
         lse if return_lse else None,
-        SkipCounts(skipped, visited, screened if problem.screen else None) if problem.want_counts else None,
+        SkipCounts(skipped, visited, screened if problem.screened else None) if problem.want_counts else None,
         mass_bound if problem.want_mass_bound else None,
         kept_tiles if problem.want_kept_tiles else None,
     )

@@ -29,6 +29,8 @@ def _tiles_reason(problem: AttentionProblem) -> str | None:
     """GPU kernels visit and score every tile that the causal mask, window and lengths leave."""
     if problem.block_mask is not None:
         return "it takes no block_mask"
+    if problem.int8_screen:
+        return 'it takes no screen="int8"'
     return "it takes no screen" if problem.screen else None
 
 
