@@ -243,10 +243,14 @@ def _encode(keys: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
         keys: (..., keys, dim).
         bits: of a code.
     """
-    keys = keys.double()
+    keys = keys.detach().double()
     levels = 2**bits
-    low = _rounded(keys.amin(-2), -math.inf)
-    step = _rounded((keys.amax(-2) - low.double()) / levels, math.inf)
+    smallest, largest = keys.amin(-2), keys.amax(-2)
+    low = smallest.to(torch.float16)
+    low = torch.where(low.double() > smallest, _next(low, -math.inf), low)
+    step = ((largest - low.double()) / levels).to(torch.float16)
+    short = low.double() + step.double() * levels < largest  # or float64 lost a hair above
+    step = torch.where(short, _next(step, math.inf), step)
     usable = (low.isfinite() & step.isfinite()).all(-1, keepdim=True)
     low, step = torch.where(usable, low, math.nan), torch.where(usable, step, 0.0)
     at, width = low.double()[..., None, :], step.double()[..., None, :]
@@ -254,13 +258,6 @@ def _encode(keys: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     code = code - (keys < at + width * code).double()  # the quotient was rounded
     code = code + (keys > at + width * (code + 1)).double()
     return low, step, code.to(torch.uint8)
-
-
-def _rounded(x: Tensor, toward: float) -> Tensor:
-    """float64 as float16, rounded to -inf or to inf."""
-    near = x.to(torch.float16)
-    short = near.double() > x if toward < 0 else near.double() < x
-    return torch.where(short, _next(near, toward), near)
 
 
 def _next(x: Tensor, toward: float) -> Tensor:
