@@ -109,6 +109,23 @@ def test_an_interrupted_file_lacks_its_last_step_only(tiny: BenchmarkModel, tmp_
     assert missing(gpu="another") == [step, other]
 
 
+@pytest.mark.parametrize("cut", [1, 2, 300])
+def test_a_torn_last_line_stops_no_resume(tiny: BenchmarkModel, tmp_path: Path, cut: int) -> None:
+    from blasst.bench.record import append_rows, environment
+
+    block, step = environment(), Step("decode", 512, 1)
+    result = measure_step(tiny, step, (0.5,), repeats=1)
+    out = tmp_path / "rows.jsonl"
+    append_rows(out, result.rows, block)
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-cut])
+    torn = cut > 1  # 1: only the end of the line is gone
+    assert missing_steps(out, [step], tiny, (0.5,), block["gpu"]) == ([step] if torn else [])
+    append_rows(out, result.rows[-1:], block)
+    assert [row for row, _ in read_rows(out)] == [*result.rows, *([] if torn else result.rows[-1:])]
+    assert missing_steps(out, [step], tiny, (0.5,), block["gpu"]) == []
+
+
 def test_a_failing_step_is_told_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
