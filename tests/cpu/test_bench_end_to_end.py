@@ -269,6 +269,15 @@ def test_command_refuses_a_large_shape_without_a_gpu(
     assert "needs a GPU" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("device", ["foo", "cuda:99"])
+@pytest.mark.parametrize("bench", ["end-to-end", "prefill", "decode", "portable"])
+def test_a_device_that_is_not_there_is_told(
+    bench: str, device: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_inside(monkeypatch, "bench", bench, "--device", device) == 2
+    assert device in capfd.readouterr().err
+
+
 class Words:
     """A tokenizer: one token per character."""
 
