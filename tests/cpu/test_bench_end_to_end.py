@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -107,6 +109,14 @@ def test_an_interrupted_file_lacks_its_last_step_only(tiny: BenchmarkModel, tmp_
     assert missing((0.5,)) == [other]
     assert missing((0.5, 0.6)) == [step, other]
     assert missing(gpu="another") == [step, other]
+    assert missing_steps(out, [step], tiny, WANTED, None, "eager") == []
+    assert missing_steps(out, [step], tiny, WANTED, None, "triton") == [step]
+    namesake = replace(
+        tiny, model=SimpleNamespace(config=copy.copy(tiny.config), parameters=tiny.model.parameters)
+    )
+    assert missing_steps(out, [step], namesake, WANTED, None) == []
+    namesake.config.num_hidden_layers += 1
+    assert missing_steps(out, [step], namesake, WANTED, None) == [step]
 
 
 @pytest.mark.parametrize("cut", [1, 2, 300])
