@@ -307,6 +307,17 @@ def test_a_local_model_runs_on_prose(tiny: BenchmarkModel, monkeypatch: pytest.M
     assert {(row.model, row.inputs, row.attention_gain) for row in rows} == {("mine", "held-out prose", None)}
 
 
+def test_a_config_may_leave_out_what_follows_from_the_rest(
+    tiny: BenchmarkModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM, GPTNeoXConfig
+
+    config = GPTNeoXConfig(vocab_size=1024, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    neox = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    rows = measure_step(replace(tiny, model=neox), Step("decode", 512, 1), (0.5,), repeats=1).rows
+    assert {(row.num_kv_heads, row.head_dim) for row in rows} == {(2, 32)}
+
+
 def test_a_local_model_with_sliding_layers_is_refused(
     tiny: BenchmarkModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,8 @@ def missing_steps(
     """
     config = model.config
     wanted = (model.name, model.inputs, dtype_name(model.dtype))
-    sizes = (config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size)
+    inner = getattr(config, "intermediate_size", None)
+    sizes = (config.num_hidden_layers, config.hidden_size, inner, config.vocab_size)
     known: dict[tuple[str | None, int, int], set[str | None]] = {}
     if path is not None and path.exists():
         for row, block in read_rows(path):
