@@ -17,6 +17,7 @@ from blasst.cli_arguments import (
     Lengths,
     SparsityList,
     Thresholds,
+    device_name,
     existing_file,
     head_counts,
     output_file,
@@ -46,7 +47,10 @@ Repeats = Annotated[
     int | None, typer.Option(min=1, help="Timed calls; default: about 200 ms of each variant.")
 ]
 Seed = Annotated[int, typer.Option(min=0)]
-Device = Annotated[str | None, typer.Option(help="torch device; default cuda if there is one.")]
+Device = Annotated[
+    str | None,
+    typer.Option(parser=device_name, metavar="DEVICE", help="torch device; default cuda if there is one."),
+]
 Sparsities = Annotated[
     SparsityList, typer.Option(parser=sparsity_list, metavar="S,S", help="Wanted sparsities.")
 ]
@@ -116,7 +120,7 @@ def portable(
     head_dim: Annotated[int, typer.Option(min=16, max=256)] = 64,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option()] = "float32",
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each variant, interleaved.")] = 5,
-    device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
+    device: Annotated[str, typer.Option(parser=device_name, metavar="DEVICE", help="torch device.")] = "cpu",
     out: Rows = None,
     json_output: Json = False,
 ) -> None:
@@ -137,7 +141,7 @@ def portable(
             rows += measure(
                 setting,
                 threshold or [1e-4, 1e-2],
-                device=torch.device(device),
+                device=torch_device(device),
                 dtype=getattr(torch, dtype),
                 repeats=repeats,
             )
@@ -170,10 +174,16 @@ def torch_device(name: str | None) -> torch.device:
 
     Args:
         name: what was typed.
+
+    Raises:
+        typer.BadParameter: a GPU that is not there.
     """
     import torch
 
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise typer.BadParameter(f"--device {device}: torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
 
 
 @bench_app.command()

@@ -79,7 +79,7 @@ def end_to_end(
     else:
         runs = local_model(model, dtype=torch_dtype, device=where, seed=seed)
     check_steps(steps, runs)
-    missing = missing_steps(out, steps, runs, sparsities, environment()["gpu"])
+    missing = missing_steps(out, steps, runs, sparsities, environment()["gpu"], impl)
     failed: list[Step] = []
     curves: dict[str, Curve] = {}
 

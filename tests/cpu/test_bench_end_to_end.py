@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -107,6 +109,31 @@ def test_an_interrupted_file_lacks_its_last_step_only(tiny: BenchmarkModel, tmp_
     assert missing((0.5,)) == [other]
     assert missing((0.5, 0.6)) == [step, other]
     assert missing(gpu="another") == [step, other]
+    assert missing_steps(out, [step], tiny, WANTED, None, "eager") == []
+    assert missing_steps(out, [step], tiny, WANTED, None, "triton") == [step]
+    namesake = replace(
+        tiny, model=SimpleNamespace(config=copy.copy(tiny.config), parameters=tiny.model.parameters)
+    )
+    assert missing_steps(out, [step], namesake, WANTED, None) == []
+    namesake.config.num_hidden_layers += 1
+    assert missing_steps(out, [step], namesake, WANTED, None) == [step]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 300])
+def test_a_torn_last_line_stops_no_resume(tiny: BenchmarkModel, tmp_path: Path, cut: int) -> None:
+    from blasst.bench.record import append_rows, environment
+
+    block, step = environment(), Step("decode", 512, 1)
+    result = measure_step(tiny, step, (0.5,), repeats=1)
+    out = tmp_path / "rows.jsonl"
+    append_rows(out, result.rows, block)
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-cut])
+    torn = cut > 1  # 1: only the end of the line is gone
+    assert missing_steps(out, [step], tiny, (0.5,), block["gpu"]) == ([step] if torn else [])
+    append_rows(out, result.rows[-1:], block)
+    assert [row for row, _ in read_rows(out)] == [*result.rows, *([] if torn else result.rows[-1:])]
+    assert missing_steps(out, [step], tiny, (0.5,), block["gpu"]) == []
 
 
 def test_a_failing_step_is_told_and_the_others_run(
@@ -252,6 +279,15 @@ def test_command_refuses_a_large_shape_without_a_gpu(
     assert "needs a GPU" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("device", ["foo", "cuda:99"])
+@pytest.mark.parametrize("bench", ["end-to-end", "prefill", "decode", "portable"])
+def test_a_device_that_is_not_there_is_told(
+    bench: str, device: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_inside(monkeypatch, "bench", bench, "--device", device) == 2
+    assert device in capfd.readouterr().err
+
+
 class Words:
     """A tokenizer: one token per character."""
 
@@ -269,6 +305,17 @@ def test_a_local_model_runs_on_prose(tiny: BenchmarkModel, monkeypatch: pytest.M
     assert mine.prompts(2, 600).shape == (2, 600)
     rows = measure_step(mine, Step("decode", 600, 2), (0.3,), repeats=1).rows
     assert {(row.model, row.inputs, row.attention_gain) for row in rows} == {("mine", "held-out prose", None)}
+
+
+def test_a_config_may_leave_out_what_follows_from_the_rest(
+    tiny: BenchmarkModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM, GPTNeoXConfig
+
+    config = GPTNeoXConfig(vocab_size=1024, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    neox = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    rows = measure_step(replace(tiny, model=neox), Step("decode", 512, 1), (0.5,), repeats=1).rows
+    assert {(row.num_kv_heads, row.head_dim) for row in rows} == {(2, 32)}
 
 
 def test_a_local_model_with_sliding_layers_is_refused(

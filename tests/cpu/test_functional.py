@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import blasst
 from blasst import attention, blasst_attn_func, blasst_attn_varlen_func, blasst_attn_with_kvcache
@@ -251,6 +252,15 @@ def test_sdpa_layout_names_its_own_arguments(change, error, message):
         values["value"] = values["key"]
     with pytest.raises(error, match=message):
         attention(**values, threshold=0.1)
+
+
+def test_a_tangent_is_refused_instead_of_lost():
+    q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
+    for call in (blasst.blasst_attn_func, blasst.blasst_attn_with_kvcache):
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            torch.func.jvp(lambda q, call=call: call(q, k, v, threshold=0.1).out, (q,), (q,))
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+            call(q, k, forward_ad.make_dual(v, v), threshold=0.1)
 
 
 def test_gradients_are_refused_at_the_call():

@@ -66,6 +66,30 @@ def test_every_key_lies_in_its_bin_exactly(k, bits):
     assert bool((codes.screenable | too_large).all())  # nothing else stops a tile
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bits", [4, 5, 6])
+def test_a_key_a_hair_above_the_other_end_of_its_channel_has_a_bin(bits, dtype):
+    k = torch.full((1, 64, 1, 2), -0.5, dtype=dtype)
+    k[0, 3, 0], k[0, 9, 0] = -1.0, 1e-20  # in float64 their difference is 1, and 2**-bits a step
+    codes = KeyCodes.from_keys(k, bits)
+    below, above = bins(codes)
+    assert bool(codes.screenable.all()) and bool(((below <= k.double()) & (k.double() <= above)).all())
+
+
+def test_codes_compare_by_identity_and_lengths_stay_on_the_cpu():
+    k = normal(1, 128, 1, 4)
+    with torch.device("meta"):  # as torch.set_default_device("cuda") beside a cache on the CPU
+        codes = KeyCodes.from_keys(k, 4, torch.full((1,), 100, dtype=torch.int32, device="cpu"))
+    assert codes.encoded.device.type == "cpu"
+    assert codes == codes and codes != KeyCodes.from_keys(k, 4, 100)
+
+
+def test_codes_do_not_join_the_graph_of_the_keys():
+    k = normal(1, 128, 1, 4).requires_grad_()
+    codes = KeyCodes.from_keys(k, 4)
+    assert not codes.low.requires_grad and not codes.step.requires_grad
+
+
 @pytest.mark.parametrize("bits", [4, 5, 6])
 def test_bins_are_no_wider_than_the_range_asks_for(bits):
     k = normal(1, 640, 2, 16, seed=1).half()
@@ -191,6 +215,7 @@ K = normal(2, 128, 2, 16).half()
     [
         (lambda: KeyCodes.from_keys(K, 8), ValueError, "bits: got 8, want one of 4, 5, 6"),
         (lambda: KeyCodes.from_keys(K, True), ValueError, "bits: got True"),
+        (lambda: KeyCodes.from_keys(K, 5.0), ValueError, "bits: got 5.0"),
         (lambda: KeyCodes.from_keys(K.tolist(), 4), TypeError, "k: got list, want a tensor"),
         (lambda: KeyCodes.from_keys(K[0], 4), ValueError, r"k: got shape \(128, 2, 16\), want 4 dimensions"),
         (

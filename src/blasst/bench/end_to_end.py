@@ -31,7 +31,7 @@ from blasst.bench.contestants import (
 )
 from blasst.bench.dial import DialledThreshold, dial_sparsity_from
 from blasst.bench.model import BenchmarkModel
-from blasst.bench.model_cache import FixedCache
+from blasst.bench.model_cache import FixedCache, key_sizes
 from blasst.bench.record import BenchmarkRow, command_line
 from blasst.bench.steps import BENCH, Step, dtype_name, labels
 from blasst.bench.timing import Timing, interleaved
@@ -180,12 +180,8 @@ def _operations(model: BenchmarkModel, step: Step) -> float:
     weights = sum(p.numel() for n, p in body.named_parameters() if p.dim() == 2 and "embed" not in n)
     rows = step.seqlen if step.phase == "prefill" else 1
     pairs = rows * step.seqlen - rows * (rows - 1) // 2
-    attention = 4 * config.num_attention_heads * _head_dim(config) * pairs * config.num_hidden_layers
+    attention = 4 * config.num_attention_heads * key_sizes(config)[1] * pairs * config.num_hidden_layers
     return float(step.batch * (2 * weights * rows + attention + 2 * config.vocab_size * config.hidden_size))
-
-
-def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _row(
@@ -196,6 +192,7 @@ def _row(
     cuda_graph: bool | None,
 ) -> BenchmarkRow:
     config, timing = model.config, timings[contestant.label]
+    num_kv_heads, head_dim = key_sizes(config)
     return BenchmarkRow(
         bench=BENCH,
         kernel=contestant.kernel,
@@ -203,8 +200,8 @@ def _row(
         dtype=dtype_name(model.dtype),
         batch=step.batch,
         num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=_head_dim(config),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         seqlen_q=step.seqlen if step.phase == "prefill" else 1,
         seqlen_k=step.seqlen,
         causal=True,
@@ -224,7 +221,7 @@ def _row(
         model=model.name,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=getattr(config, "intermediate_size", None),
         vocab_size=config.vocab_size,
         attention_gain=model.attention_gain,
         cuda_graph=cuda_graph,

@@ -14,6 +14,17 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 
+def key_sizes(config: Any) -> tuple[int, int]:
+    """KV heads and head_dim of a transformers config, which leaves out what follows from the rest.
+
+    Args:
+        config: of a model.
+    """
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
 class _FixedLayer(DynamicLayer):
     """Keys and values of one layer, (batch, num_kv_heads, slots, head_dim) each."""
 
@@ -45,9 +56,7 @@ class FixedCache(Cache):
     def __init__(
         self, config: Any, batch: int, slots: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads, head_dim = key_sizes(config)
         shape = (batch, kv_heads, slots, head_dim)
         super().__init__(
             layers=[

@@ -234,22 +234,43 @@ def append_rows(path: Path, rows: Iterable[BenchmarkRow], environment_block: dic
     """Add rows to a JSONL file, each line with the schema version and the environment.
 
     A line holds the fields of BenchmarkRow, "schema", "environment", and the latter's "gpu" and "commit".
+    A torn last line of the file, which an interrupted run left, is cut off.
 
     Args:
         path: file to append to; created with its folders when missing.
         rows: measured rows.
         environment_block: what environment() returned in the run that measured them.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     repeated = {name: environment_block[name] for name in _REPEATED}
-    with path.open("a", encoding="utf-8") as file:
-        for row in rows:
-            line = {"schema": SCHEMA_VERSION, **row_fields(row), **repeated}
-            file.write(json.dumps({**line, "environment": environment_block}, allow_nan=False) + "\n")
+    text = ""
+    for row in rows:
+        line = {"schema": SCHEMA_VERSION, **row_fields(row), **repeated}
+        text += json.dumps({**line, "environment": environment_block}, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        file.seek(0)
+        before = file.read()
+        whole = _without_torn_end(before)
+        if len(whole) < len(before):
+            file.truncate(len(whole))
+        elif before and not before.endswith(b"\n"):
+            text = "\n" + text
+        file.write(text.encode())  # at once, so that an interruption seldom falls between two rows
+
+
+def _without_torn_end(content: bytes) -> bytes:
+    """Without what a killed run or a full disk leaves: a last line that neither ends nor is JSON."""
+    whole, newline, last = content.rpartition(b"\n")
+    try:
+        if last:
+            json.loads(last)
+    except ValueError:
+        return whole + newline
+    return content
 
 
 def read_rows(path: Path) -> list[tuple[BenchmarkRow, dict[str, Any]]]:
-    """Read back what append_rows wrote: (row, environment) pairs.
+    """Read back what append_rows wrote: (row, environment) pairs; a torn last line is passed over.
 
     Args:
         path: a JSONL file.
@@ -259,7 +280,7 @@ def read_rows(path: Path) -> list[tuple[BenchmarkRow, dict[str, Any]]]:
     """
     names = {field.name for field in dataclasses.fields(BenchmarkRow)}
     pairs = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, text in enumerate(_without_torn_end(path.read_bytes()).decode().splitlines(), start=1):
         try:
             line = json.loads(text)
         except json.JSONDecodeError as error:

@@ -12,6 +12,7 @@ from blasst.bench.model import BenchmarkModel
 from blasst.bench.record import read_rows
 from blasst.bench.variants import TORCH_SDPA
 from blasst.core.types import Phase
+from blasst.kernels.names import Impl
 
 #: What the rows say.
 BENCH = "end_to_end"
@@ -61,8 +62,11 @@ def missing_steps(
     model: BenchmarkModel,
     sparsities: Sequence[float],
     gpu: str | None,
+    impl: Impl = "auto",
 ) -> list[Step]:
-    """The steps whose rows, all of one GPU, model and input set, are not in a file yet.
+    """The steps whose rows, all of one GPU, model, input set and kernel, are not in a file yet.
+
+    Models are told apart by name and sizes: folders of two models may have one name.
 
     Args:
         path: JSONL file; None or not there = nothing is.
@@ -70,12 +74,19 @@ def missing_steps(
         model: whose rows.
         sparsities: wanted.
         gpu: name of this machine's, as rows have it.
+        impl: kernel that was asked for; "auto" = rows of any.
     """
+    config = model.config
+    wanted = (model.name, model.inputs, dtype_name(model.dtype))
+    inner = getattr(config, "intermediate_size", None)
+    sizes = (config.num_hidden_layers, config.hidden_size, inner, config.vocab_size)
     known: dict[tuple[str | None, int, int], set[str | None]] = {}
     if path is not None and path.exists():
         for row, block in read_rows(path):
-            same = (row.model, row.inputs, row.dtype) == (model.name, model.inputs, dtype_name(model.dtype))
-            if row.bench == BENCH and same and block.get("gpu") == gpu:
+            same = (row.model, row.inputs, row.dtype) == wanted
+            same &= (row.num_layers, row.hidden_size, row.intermediate_size, row.vocab_size) == sizes
+            other = row.kernel.startswith("blasst ") and impl not in ("auto", row.kernel.split(" ")[1])
+            if row.bench == BENCH and same and block.get("gpu") == gpu and not other:
                 known.setdefault((row.phase, row.seqlen_k, row.batch), set()).add(row.contestant)
     return [step for step in steps if not set(labels(sparsities)) <= known.get((*step,), set())]
 

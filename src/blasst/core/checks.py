@@ -8,6 +8,7 @@ import warnings
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from blasst.core.errors import UnsupportedError
 from blasst.core.types import FP8
@@ -280,12 +281,16 @@ def check_descale(name: str, value: object, batch: int, num_kv_heads: int, cache
 
 
 def check_no_grad(*tensors: Tensor | None) -> None:
-    """There is no backward pass: say so at the call instead of returning a detached output."""
+    """There are no derivatives: say so at the call instead of returning a detached output."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise NotImplementedError(
             "blasst has no backward pass: got an input with requires_grad=True while gradients are enabled; "
             "call under torch.no_grad() or torch.inference_mode()"
         )
+    if torch.compiler.is_compiling():
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError("blasst has no forward-mode derivative: got an input with a tangent")
 
 
 def readable(tensor: Tensor | None) -> bool:

@@ -22,7 +22,7 @@ _TILE = DECODE_TILE.key
 _TILES_AT_ONCE = 256
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KeyCodes:
     """Codes of a few bits beside a KV cache: for each tile of 64 keys, KV head and channel.
 
@@ -79,7 +79,7 @@ class KeyCodes:
             ValueError: another number of bits.
             UnsupportedError: another dtype.
         """
-        if isinstance(bits, bool) or bits not in CODE_BITS:
+        if type(bits) is not int or bits not in CODE_BITS:
             raise ValueError(f"bits: got {bits!r}, want one of {', '.join(map(str, CODE_BITS))}")
         if dtype not in checks.SUPPORTED_DTYPES:
             raise UnsupportedError(f"dtype: got {dtype}, supported are float16, bfloat16 and float32")
@@ -90,7 +90,7 @@ class KeyCodes:
             torch.zeros(*shape, _TILE // 8 * bits, head_dim, dtype=torch.uint8, device=device),
             torch.full((*shape, head_dim), math.nan, dtype=torch.float16, device=device),
             torch.zeros(*shape, head_dim, dtype=torch.float16, device=device),
-            torch.zeros(batch, dtype=torch.int64),
+            torch.zeros(batch, dtype=torch.int64, device="cpu"),
         )
 
     @staticmethod
@@ -162,7 +162,7 @@ class KeyCodes:
             capacity = block_table.shape[1] * k.shape[1]
         lengths = self._lengths(cache_seqlens, min(capacity, tiles * _TILE + _TILE - 1))
         if block_table is not None:
-            checks.check_pages(block_table, torch.tensor(lengths, dtype=torch.int32), None, k)
+            checks.check_pages(block_table, torch.tensor(lengths, dtype=torch.int32, device="cpu"), None, k)
         self._forget(lengths)
         for index, length in enumerate(lengths):
             begin, end = int(self.encoded[index]), length // _TILE
@@ -243,10 +243,14 @@ def _encode(keys: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
         keys: (..., keys, dim).
         bits: of a code.
     """
-    keys = keys.double()
+    keys = keys.detach().double()
     levels = 2**bits
-    low = _rounded(keys.amin(-2), -math.inf)
-    step = _rounded((keys.amax(-2) - low.double()) / levels, math.inf)
+    smallest, largest = keys.amin(-2), keys.amax(-2)
+    low = smallest.to(torch.float16)
+    low = torch.where(low.double() > smallest, _next(low, -math.inf), low)
+    step = ((largest - low.double()) / levels).to(torch.float16)
+    short = low.double() + step.double() * levels < largest  # or float64 lost a hair above
+    step = torch.where(short, _next(step, math.inf), step)
     usable = (low.isfinite() & step.isfinite()).all(-1, keepdim=True)
     low, step = torch.where(usable, low, math.nan), torch.where(usable, step, 0.0)
     at, width = low.double()[..., None, :], step.double()[..., None, :]
@@ -254,13 +258,6 @@ def _encode(keys: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     code = code - (keys < at + width * code).double()  # the quotient was rounded
     code = code + (keys > at + width * (code + 1)).double()
     return low, step, code.to(torch.uint8)
-
-
-def _rounded(x: Tensor, toward: float) -> Tensor:
-    """float64 as float16, rounded to -inf or to inf."""
-    near = x.to(torch.float16)
-    short = near.double() > x if toward < 0 else near.double() < x
-    return torch.where(short, _next(near, toward), near)
 
 
 def _next(x: Tensor, toward: float) -> Tensor:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from blasst.core.problem import AttentionProblem
 from blasst.core.types import AttentionOutput
@@ -28,6 +29,11 @@ _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _transforms = getattr(getattr(torch._C, "_functorch", None), "maybe_current_level", None)
 
 
+def _dual_level() -> int:
+    """Depth of forward-mode differentiation; -1 = none."""
+    return getattr(forward_ad, "_current_level", -1)
+
+
 def call_key(options: tuple[object, ...], *tensors: object) -> tuple[Any, ...] | None:
     """What tells one call from another, or None for a call that must be looked at.
 
@@ -37,7 +43,7 @@ def call_key(options: tuple[object, ...], *tensors: object) -> tuple[Any, ...] |
     """
     if torch.compiler.is_compiling() or _dispatch_modes is None or _transforms is None:
         return None
-    if _dispatch_modes() or _transforms() is not None or torch.jit.is_tracing():
+    if _dispatch_modes() or _transforms() is not None or torch.jit.is_tracing() or _dual_level() >= 0:
         return None
     try:
         hash(options)
