@@ -298,8 +298,8 @@ def test_committed_rows_stay_readable() -> None:
     files = sorted((Path(__file__).parents[2] / "benchmarks" / "results" / "h200").glob("*.jsonl"))
     assert files
     rows = [row for file in files for row, _ in read_rows(file)]
-    assert {row.bench for row in rows} == {"prefill", "decode"}
-    assert all((row.us is None) == (row.bench == "prefill") for row in rows)
+    assert {row.bench for row in rows} == {"prefill", "decode", "end_to_end"}
+    assert all((row.us is None) == (row.bench != "decode") for row in rows)
 
 
 @pytest.mark.parametrize("wrong", [("--new-tokens", "9"), ("--batch", "0"), ("--page-size", "-1")])
