@@ -191,10 +191,9 @@ def run_reference(
             state = solver.solve(i, given, kept[b, :, i], margin[b, :, i], sure)
             valid = solver.row_valid(i)
             visited[b] += solver.num_visited(i)
-            skipped[b] += solver.num_visited(i) - kept[b, :, i].sum(-1)
-            screened[b] += (
-                solver.num_visited(i) - kept[b, :, i].sum(-1) if problem.int8_screen else sure.sum(-1)
-            )
+            gone = solver.num_visited(i) - kept[b, :, i].sum(-1)
+            skipped[b] += gone
+            screened[b] += gone if problem.int8_screen else sure.sum(-1)
             norm = torch.where(state.row_sum == 0, torch.ones_like(state.row_sum), state.row_sum)
             values = (
                 (out, state.acc / norm[..., None]),
