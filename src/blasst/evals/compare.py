@@ -74,6 +74,8 @@ class Comparison:
         skipped_mass: per phase; empty when not measured.
         sparsity: skipped over visited tiles per phase, 0..1.
         layers: one record per layer and phase that ran, prefill first, layers in model order.
+        mass_bound: what the kernels certify about skipped_mass, per phase; a row's bound is not below its
+            skipped mass.
     """
 
     num_tokens: int
@@ -84,6 +86,7 @@ class Comparison:
     skipped_mass: Mapping[str, MassSummary]
     sparsity: Mapping[str, float]
     layers: tuple[LayerError, ...] = field(default=(), repr=False)
+    mass_bound: Mapping[str, MassSummary] = field(default_factory=dict, repr=False)
 
     @property
     def nll_difference(self) -> float:
@@ -161,6 +164,7 @@ def compare_conditions(
     """
     from blasst.integrations.transformers import (
         attention_stats,
+        mass_bound_summary,
         skipped_mass_by_layer,
         skipped_mass_summary,
         sparse_attention,
@@ -181,6 +185,7 @@ def compare_conditions(
                     sums += _agreement(model, states, sparse, row[len(row) - k :], chunk_size)
                 stats = attention_stats(model)
                 masses = skipped_mass_summary(model) if measure_skipped_mass else {}
+                bounds = mass_bound_summary(model) if measure_skipped_mass else {}
                 layer_masses = skipped_mass_by_layer(model) if measure_skipped_mass else []
             nll_dense, nll_sparse, kl, equal = (sums / sum(kept)).tolist()
             comparisons[name] = Comparison(
@@ -189,12 +194,10 @@ def compare_conditions(
                 nll_sparse=nll_sparse,
                 kl=kl,
                 top1_agreement=equal,
-                skipped_mass={
-                    phase: MassSummary(int(mass["rows"]), mass["mean"], mass["p99"], mass["max"])
-                    for phase, mass in masses.items()
-                },
+                skipped_mass=_mass_summaries(masses),
                 sparsity=_sparsity(stats),
                 layers=_layer_errors(stats, layer_masses),
+                mass_bound=_mass_summaries(bounds),
             )
     return comparisons
 
@@ -363,6 +366,13 @@ def _agreement(model: Any, dense: Tensor, sparse: Tensor, targets: Tensor, chunk
         parts = (-log_p.gather(1, target), -log_q.gather(1, target), kl, equal)
         sums += torch.stack([part.sum(dtype=torch.float64).cpu() for part in parts])
     return sums
+
+
+def _mass_summaries(masses: Mapping[Any, Mapping[str, float]]) -> dict[str, MassSummary]:
+    return {
+        phase: MassSummary(int(mass["rows"]), mass["mean"], mass["p99"], mass["max"])
+        for phase, mass in masses.items()
+    }
 
 
 def _sparsity(records: Sequence[Any]) -> dict[str, float]:
