@@ -4,12 +4,12 @@ python benchmarks/long_tasks.py MODEL --profile profile.json --out tasks.jsonl -
 python benchmarks/long_tasks.py MODEL --profile profile.json --out methods.jsonl --seqlen 8192 --phases none
     --methods XAttention,FlexPrefill,MInference,SpargeAttention,Quest,RocketKV,SnapKV,H2O --composed Quest
 
-Conditions are named by target ("0.5" both phases, "prefill 0.5", "decode 0.5") or "METHOD 0.5"; a method works
-in its own phase, the other stays dense. Prefill methods get one dial per target, measured on calibration
-prompts of the length and kept in dials.json beside the rows; decode methods keep that share of the tiles.
-"METHOD + blasst" leaves out half by the method, and blasst has its threshold of the target in what is left.
-Items that have rows are not run again; --minutes ends a run cleanly. benchmarks/quality_tables.py reads the
-rows.
+Conditions are named by target ("0.5" both phases, "prefill 0.5", "decode 0.5") or "METHOD 0.5"; a method
+works in its own phase, the other stays dense. Prefill methods get one dial per target, measured on
+calibration prompts of the length and kept in dials.json beside the rows, and as many last rows dense as
+blasst has; decode methods keep that share of the tiles. "METHOD + blasst" leaves out half by the method, and
+blasst has its threshold of the target in what is left. Items that have rows are not run again; --minutes
+ends a run cleanly. benchmarks/quality_tables.py reads the rows.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def variants_of(loaded: LoadedModel, options: argparse.Namespace, profile: Profi
                 found[f"{target:g}"] = Variant(own["prefill"], own["decode"])
             elif phases != "none":
                 found[f"{phases} {target:g}"] = Variant(**{phases: own[phases]})
+    tail = blasst_method(profile, "prefill", options.targets[0]).dense_tail
     names = [name for name in options.methods.split(",") if name]
     composed = [name for name in options.composed.split(",") if name]
     dials = dials_of(loaded, options, [*names, *composed])
@@ -81,7 +82,8 @@ def variants_of(loaded: LoadedModel, options: argparse.Namespace, profile: Profi
             raise SystemExit(f"method {name!r}: known are {', '.join((*_PREFILL, *_DECODE))}")
     for target in options.targets:
         for name in names:
-            found[f"{name} {target:g}"] = method_variant(name, target, dials, Method())
+            plain = Method(dense_tail=tail if name in _PREFILL else 0)
+            found[f"{name} {target:g}"] = method_variant(name, target, dials, plain)
         for name in composed:
             phase: Phase = "prefill" if name in _PREFILL else "decode"
             inside = blasst_method(profile, phase, target)

@@ -25,7 +25,7 @@ import numpy as np
 from blasst.bench.record import environment
 from blasst.calibrate.assemble import build_profile
 from blasst.calibrate.collect import collect
-from blasst.calibrate.counts import CountPoint, group_by_length, pool
+from blasst.calibrate.counts import CountPoint, count_points, group_by_length, pool
 from blasst.calibrate.linear_fit import fit_linear_space
 from blasst.calibrate.measure import measure_sparsity
 from blasst.calibrate.prompts import PROMPT_KINDS, Prompt, calibration_prompts
@@ -46,17 +46,7 @@ class CountedRows:
 
     def points(self, phase: Phase) -> list[CountPoint]:
         """One per line of the phase."""
-        return [
-            CountPoint(
-                row["kind"],
-                row["kv_len"],
-                np.array(row["thresholds"]),
-                np.array(row["skipped"], dtype=np.int64),
-                row["visited"],
-            )
-            for row in self.rows
-            if row["phase"] == phase and row["visited"]
-        ]
+        return count_points(self.rows, phase)
 
 
 def prompts_of(loaded: LoadedModel, options: argparse.Namespace, split: str, length: int) -> list[Prompt]:
@@ -189,8 +179,8 @@ def main() -> None:
         collect(loaded.model, None, [prompt], decode_tokens=options.decode_tokens)
         prompts = len(options.lengths) * len(PROMPT_KINDS) * options.per_kind
         print(
-            f"{2 * prompts} counting passes, {prompts * len(options.targets) * 4} sparse ones; counting "
-            f"takes {limit.seconds:.1f} s at {options.lengths[0]} (the first pass; kernels are compiled in it)"
+            f"{2 * prompts} counting passes, {prompts * len(options.targets) * 4} sparse ones; the first "
+            f"counting pass takes {limit.seconds:.1f} s at {options.lengths[0]}, compiling included"
         )
         return
     common = {"model": loaded.name, "environment": environment()}

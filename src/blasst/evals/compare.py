@@ -52,6 +52,7 @@ class LayerError:
         mean_skipped_mass: skipped softmax weight, mean over rows, 0..1; None when not measured. The error of
             a row is at most twice its skipped weight times the largest value vector.
         max_skipped_mass: of the worst row; None when not measured.
+        head_skipped_mass: mean of each query head; empty when not measured.
     """
 
     layer: str
@@ -59,6 +60,7 @@ class LayerError:
     sparsity: float
     mean_skipped_mass: float | None
     max_skipped_mass: float | None
+    head_skipped_mass: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -393,13 +395,13 @@ def _layers_above(limit: float, comparison: Comparison) -> list[LayerError]:
 
 def _layer_errors(stats: Sequence[Any], masses: Sequence[Any]) -> tuple[LayerError, ...]:
     """Sparsity and skipped mass of each layer and phase, joined by name."""
-    by_layer = {(mass.layer, mass.phase): (mass.mean, mass.max) for mass in masses}
+    by_layer = {(mass.layer, mass.phase): (mass.mean, mass.max, mass.heads) for mass in masses}
     return tuple(
         LayerError(
             record.layer,
             record.phase,
             record.sparsity,
-            *by_layer.get((record.layer, record.phase), (None, None)),
+            *by_layer.get((record.layer, record.phase), (None, None, ())),
         )
         for record in stats
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from blasst.calibrate.collect import evaluating
 from blasst.calibrate.generate import greedy_pass
-from blasst.core.types import DECODE_TILE, PREFILL_TILE, Phase, SkipCounts
+from blasst.core.types import DECODE_TILE, PREFILL_TILE, Phase, SkipCounts, in_dense_tail
 from blasst.functional import blasst_attn_func, blasst_attn_with_kvcache
 from blasst.integrations.sessions import in_place_of
 from blasst.integrations.threshold_rules import ThresholdRule
@@ -47,7 +47,7 @@ class Method:
     Attributes:
         rule: blasst's threshold; None = no skipping.
         selector: chooses the tiles first; None = all.
-        dense_tail: rows at the end of a prompt that skip nothing, with a rule.
+        dense_tail: query tiles with one of the last so many rows of a prompt leave out nothing.
         max_skipped_mass: error budget, with a rule.
     """
 
@@ -59,10 +59,10 @@ class Method:
     @property
     def label(self) -> str:
         """Text that tells methods apart, for rows and to refuse rows of other settings."""
-        parts = [] if self.selector is None else [repr(self.selector)]
+        parts = [repr(self.selector)] if self.selector is not None else []
         if self.rule is not None:
-            parts.append(f"{self.rule}, dense tail {self.dense_tail}, budget {self.max_skipped_mass}")
-        return " + ".join(parts) or "dense"
+            parts.append(f"{self.rule}, budget {self.max_skipped_mass}")
+        return f"{' + '.join(parts)}, dense tail {self.dense_tail}" if parts else "dense"
 
 
 DENSE = Method()
@@ -152,7 +152,12 @@ class MethodHandler:
     ) -> Tensor:
         selector: Any = method.selector
         if call.phase == "prefill":
-            return selector.select(q, k, causal=True, softmax_scale=call.scale)
+            mask = selector.select(q, k, causal=True, softmax_scale=call.scale)
+            rows = PREFILL_TILE.query or 1
+            for tile in range(mask.shape[2]):
+                if in_dense_tail(tile * rows, q.shape[1], rows, method.dense_tail):
+                    mask[:, :, tile] |= PromptTiles.of(q, k, True).visible()[tile]
+            return mask
         known = self._chosen.get((layer, index))
         tiles = -(-k.shape[1] // DECODE_TILE.key)
         if known is None or not isinstance(selector, _CHOOSE_ONCE):

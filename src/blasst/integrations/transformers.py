@@ -304,7 +304,14 @@ def skipped_mass_by_layer(model: nn.Module) -> list[LayerMass]:
     if not handler.measure_skipped_mass:
         raise ValueError("model: enabled without measure_skipped_mass=True, so nothing was measured")
     return [
-        LayerMass(session.served[layer], phase, int(mass.rows), mass.mean(), float(mass.largest))
+        LayerMass(
+            session.served[layer],
+            phase,
+            int(mass.rows),
+            mass.mean(),
+            float(mass.largest),
+            handler.masses[phase].head_means(layer),
+        )
         for phase in PHASES
         if phase in handler.masses
         for layer, mass in sorted(handler.masses[phase].layers.items())
