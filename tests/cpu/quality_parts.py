@@ -1,5 +1,6 @@
 """A tiny model in a folder, with a real tokenizer, for the scripts that measure quality."""
 
+import functools
 import importlib.util
 import sys
 from pathlib import Path
@@ -12,11 +13,17 @@ from blasst.evals.models import find_smollm2
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def write_tiny_model(folder):
+@functools.cache
+def real_tokenizer():
+    """SmolLM2's; reading it from the GGUF file takes seconds."""
+    path = find_smollm2()
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+
+
+def write_tiny_model(folder, tie=True):
     """Two layers of 4 query and 2 KV heads with random weights; attention looks at near keys."""
     torch.manual_seed(0)
-    path = find_smollm2()
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    tokenizer = real_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -25,7 +32,7 @@ def write_tiny_model(folder):
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=4096,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tie,
         attention_bias=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

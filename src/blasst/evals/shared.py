@@ -276,12 +276,13 @@ class SharedRun:
         newlines, eos = self.newlines.to(device), torch.tensor(sorted(self.eos), device=device)
         lines, done = torch.zeros_like(token), torch.zeros_like(token, dtype=torch.bool)
         written, ended = [], []
-        for step in range(max(prompt.item.max_new_tokens for prompt in prompts)):
+        longest = max(prompt.item.max_new_tokens for prompt in prompts)
+        for step in range(longest):
             written.append(token)
             lines = lines + torch.isin(token, newlines)
             done = done | (lines >= task.answer_lines) | torch.isin(token, eos)
             ended.append(done)
-            if bool(done.all()):
+            if step == longest - 1 or bool(done.all()):
                 break
             mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
             output = model(
