@@ -111,10 +111,12 @@ def task_points(paths: Sequence[Path]) -> list[Row]:
     """Per file, length and condition: the paired difference in the mean over tasks, and what was left out."""
     points = []
     for path in paths:
-        results = TaskResults(tuple(read_rows(path).values()), {}, {})
+        results = complete(TaskResults(tuple(read_rows(path).values()), {}, {}))
+        if not results.rows:
+            continue
         left_out = lines_of(path.with_suffix(".sparsity.jsonl"))
         for least in (0.0, MIN_DENSE_SCORE):
-            for row in complete(results).summary(min_dense_score=least):
+            for row in results.summary(min_dense_score=least):
                 own = [r for r in left_out if (r["seqlen"], r["condition"]) == (row.seqlen, row.condition)]
                 if row.task != "mean":
                     own = [r for r in own if r["task"] == row.task]
