@@ -108,20 +108,29 @@ def kind_fits(rows: list[Row]) -> Iterable[str]:
 
 
 def task_points(paths: Sequence[Path]) -> list[Row]:
-    """Per file, length and condition: the paired difference in the mean over tasks, and what was left out."""
-    points = []
+    """Per file, length and condition: the paired difference in the mean over tasks, and what was left out.
+
+    Args:
+        paths: of long_tasks.py, each with its `*.sparsity.jsonl` beside it.
+    """
+    points: list[Row] = []
     for path in paths:
         results = complete(TaskResults(tuple(read_rows(path).values()), {}, {}))
         if not results.rows:
             continue
         left_out = lines_of(path.with_suffix(".sparsity.jsonl"))
         for least in (0.0, MIN_DENSE_SCORE):
-            for row in results.summary(min_dense_score=least):
-                own = [r for r in left_out if (r["seqlen"], r["condition"]) == (row.seqlen, row.condition)]
-                if row.task != "mean":
-                    own = [r for r in own if r["task"] == row.task]
-                found = {phase: share(r for r in own if r["phase"] == phase) for phase in PHASES}
-                points.append({"least": least, "row": row, **found})
+            summary = results.summary(min_dense_score=least)
+            for row in summary:
+                place = (row.seqlen, row.condition)
+                tasks = {row.task}
+                if row.task == "mean":
+                    same = [r for r in summary if (r.seqlen, r.condition) == place]
+                    tasks = {r.task for r in same if r.dense >= least} - {"mean"}
+                own = [r for r in left_out if (r["seqlen"], r["condition"]) == place and r["task"] in tasks]
+                point: Row = {"least": least, "row": row}
+                point |= {phase: share(r for r in own if r["phase"] == phase) for phase in PHASES}
+                points.append(point)
     return points
 
 
@@ -232,7 +241,7 @@ def methods_figure(points: list[Row]) -> Figure:
                 label=label,
                 capsize=2,
                 color=CYCLE[number % len(CYCLE)],
-                marker=MARKERS[number % len(MARKERS)],
+                marker=MARKERS[(number + number // len(CYCLE)) % len(MARKERS)],
             )
         ax.axhline(0, color="grey", linewidth=0.8)
         ax.set_title(phase)
