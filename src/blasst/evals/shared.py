@@ -175,7 +175,7 @@ class SharedRun:
         self.newlines = newline_tokens(self.loaded.tokenizer)
         self.handler = MethodHandler(impl=self.impl)
         eos = self.loaded.model.generation_config.eos_token_id
-        self.eos = set(eos if isinstance(eos, list) else [eos])
+        self.eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
         self.cache_name = "past_key_values"
 
     def key(self, block: Block, index: int, condition: str) -> RowKey:
@@ -273,7 +273,7 @@ class SharedRun:
             cache.update(keys, values, layer)
         width, device = merged[0][0].shape[2], token.device
         mask = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
-        newlines, eos = self.newlines.to(device), torch.tensor(sorted(self.eos), device=device)
+        newlines, eos = self.newlines.to(device), torch.tensor(self.eos, device=device).long()
         lines, done = torch.zeros_like(token), torch.zeros_like(token, dtype=torch.bool)
         written, ended = [], []
         longest = max(prompt.item.max_new_tokens for prompt in prompts)
