@@ -2,9 +2,9 @@
 
 python benchmarks/target_sparsity.py MODEL --out DIR [--stages counts,achieved] [--minutes N] [--dry-run]
 
-Stage counts runs every prompt densely and writes counts.jsonl, one line per prompt and phase: skipped tiles
-at each of 64 thresholds. From those of the calibration prompts profile.json is fitted; fits.json holds what
-ModelOpt's way to fit makes of the same points, and thresholds that reach the target at the shortest length.
+Stage counts runs calibration prompts densely and writes counts.jsonl, one line per prompt and phase: skipped tiles
+at each of 64 thresholds. From those profile.json is fitted; fits.json holds what ModelOpt's way to fit makes
+of the same points, and thresholds that reach the target at the shortest length.
 Stage achieved runs held-out prompts with the skipping kernels and writes achieved.jsonl, one line per prompt,
 phase and condition. Lines that exist are kept; --minutes ends a run cleanly. benchmarks/quality_tables.py
 reads DIR.
@@ -28,14 +28,12 @@ from blasst.calibrate.collect import collect
 from blasst.calibrate.counts import CountPoint, count_points, group_by_length, pool
 from blasst.calibrate.linear_fit import fit_linear_space
 from blasst.calibrate.measure import measure_sparsity
-from blasst.calibrate.prompts import PROMPT_KINDS, Prompt, calibration_prompts
+from blasst.calibrate.prompts import PROMPT_KINDS, SPLITS, Prompt, calibration_prompts
 from blasst.core.phase_fit import SERVING_RULES
 from blasst.core.profile import DataInfo, ModelInfo, Profile, load_profile, model_fingerprint
 from blasst.core.types import PHASES, Phase
 from blasst.evals.models import LoadedModel, load_model
 from blasst.evals.rows import RowFile, TimeLimit
-
-SPLITS = ("calibration", "heldout")
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def count(loaded: LoadedModel, options: argparse.Namespace, limit: TimeLimit, co
     keys = ("split", "seqlen", "kind", "index", "phase")
     file = RowFile(options.out / "counts.jsonl", keys, common)
     for length in options.lengths:
-        for split in SPLITS:
+        for split in options.splits:
             for number, prompt in enumerate(prompts_of(loaded, options, split, length)):
                 if file.has(**name_of(prompt, number, length, options), split=split, phase="decode"):
                     continue
@@ -163,6 +161,7 @@ def main() -> None:
     parser.add_argument("--stages", default="counts,achieved")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32752])
     parser.add_argument("--targets", type=float, nargs="+", default=[0.5, 0.7])
+    parser.add_argument("--splits", nargs="+", choices=SPLITS, default=["calibration"], help="to count")
     parser.add_argument("--per-kind", type=int, default=2, help="prompts per kind, length and split")
     parser.add_argument("--decode-tokens", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
@@ -179,7 +178,7 @@ def main() -> None:
         collect(loaded.model, None, [prompt], decode_tokens=options.decode_tokens)
         prompts = len(options.lengths) * len(PROMPT_KINDS) * options.per_kind
         print(
-            f"{2 * prompts} counting passes, {prompts * len(options.targets) * 4} sparse ones; the first "
+            f"{len(options.splits) * prompts} counting passes, {prompts * len(options.targets) * 4} sparse ones; the first "
             f"counting pass takes {limit.seconds:.1f} s at {options.lengths[0]}, compiling included"
         )
         return

@@ -45,7 +45,7 @@ def test_target_sparsity_stops_goes_on_and_writes_each_row_once(model, folder, m
     assert "stopped" in capsys.readouterr().out and not (folder / "profile.json").exists()
     run_script("target_sparsity", monkeypatch, model, "--out", folder, *COUNTS)
     counts, achieved = lines(folder / "counts.jsonl"), lines(folder / "achieved.jsonl")
-    assert len(counts) == 2 * 2 * 4 * 2  # lengths, splits, kinds, phases
+    assert len(counts) == 2 * 4 * 2  # lengths, kinds, phases
     assert len(achieved) == 4 * 2 * 4 * 2  # methods, lengths, kinds, phases
     assert all(0 <= row["skipped"] <= row["visited"] and row["model"] == "tiny" for row in achieved)
     assert sum(row["skipped"] for row in achieved if row["method"] == "blasst") > 0
