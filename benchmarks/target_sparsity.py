@@ -2,12 +2,11 @@
 
 python benchmarks/target_sparsity.py MODEL --out DIR [--stages counts,achieved] [--minutes N] [--dry-run]
 
-Stage counts runs calibration prompts densely and writes counts.jsonl, one line per prompt and phase: skipped tiles
-at each of 64 thresholds. From those profile.json is fitted; fits.json holds what ModelOpt's way to fit makes
-of the same points, and thresholds that reach the target at the shortest length.
-Stage achieved runs held-out prompts with the skipping kernels and writes achieved.jsonl, one line per prompt,
-phase and condition. Lines that exist are kept; --minutes ends a run cleanly. benchmarks/quality_tables.py
-reads DIR.
+Stage counts runs calibration prompts densely and writes counts.jsonl, one line per prompt and phase: skipped
+tiles at each of 64 thresholds. From those profile.json is fitted; fits.json holds what ModelOpt's way to fit
+makes of the same points, and thresholds that reach the target at the shortest length. Stage achieved runs
+held-out prompts with the skipping kernels and writes achieved.jsonl, one line per prompt, phase and
+condition. Lines that exist are kept; --minutes ends a run cleanly. benchmarks/quality_tables.py reads DIR.
 """
 
 from __future__ import annotations
@@ -178,8 +177,9 @@ def main() -> None:
         collect(loaded.model, None, [prompt], decode_tokens=options.decode_tokens)
         prompts = len(options.lengths) * len(PROMPT_KINDS) * options.per_kind
         print(
-            f"{len(options.splits) * prompts} counting passes, {prompts * len(options.targets) * 4} sparse ones; the first "
-            f"counting pass takes {limit.seconds:.1f} s at {options.lengths[0]}, compiling included"
+            f"{len(options.splits) * prompts} counting passes, {prompts * len(options.targets) * 4} sparse "
+            f"ones; the first counting pass takes {limit.seconds:.1f} s at {options.lengths[0]}, compiling "
+            "included"
         )
         return
     common = {"model": loaded.name, "environment": environment()}
