@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +90,26 @@ class PooledCurve:
     def fitted(self) -> NDArray[np.bool_]:
         """Which points lie in the fitted range, bool (T,)."""
         return (self.sparsity >= FITTED_SPARSITY[0]) & (self.sparsity <= FITTED_SPARSITY[1])
+
+
+def count_points(rows: Iterable[Mapping[str, Any]], phase: str) -> list[CountPoint]:
+    """Points of the lines in which prompts' counts are kept; a prompt without tiles has none.
+
+    Args:
+        rows: with phase, kind, kv_len, thresholds, skipped and visited.
+        phase: whose rows are taken.
+    """
+    return [
+        CountPoint(
+            row["kind"],
+            row["kv_len"],
+            np.array(row["thresholds"], dtype=np.float64),
+            np.array(row["skipped"], dtype=np.int64),
+            row["visited"],
+        )
+        for row in rows
+        if row["phase"] == phase and row["visited"]
+    ]
 
 
 def achieved_sparsity(points: Sequence[CountPoint], threshold: float) -> float:

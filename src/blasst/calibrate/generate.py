@@ -10,8 +10,15 @@ import torch
 from torch import Tensor, nn
 
 
-def _cache_of(output: Any) -> tuple[str, Any]:
-    """The cache in a model output, and the name of the argument that takes it."""
+def cache_of(output: Any) -> tuple[str, Any]:
+    """The name of the argument that takes a model's key-value cache, and the cache in its output.
+
+    Args:
+        output: of a forward with use_cache.
+
+    Raises:
+        ValueError: there is none.
+    """
     for name in ("cache", "past_key_values"):  # transformers 5 renamed it on the way
         if name in output.keys() and output[name] is not None:  # noqa: SIM118 - a ModelOutput, not a dict
             return name, output[name]
@@ -64,7 +71,7 @@ def greedy_pass(
     fed = []
     for step in range(steps):
         fed.append(token)
-        name, cache = _cache_of(output)
+        name, cache = cache_of(output)
         further: dict[str, Any] = {name: cache, "use_cache": True}
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)

@@ -52,6 +52,7 @@ class LayerError:
         mean_skipped_mass: skipped softmax weight, mean over rows, 0..1; None when not measured. The error of
             a row is at most twice its skipped weight times the largest value vector.
         max_skipped_mass: of the worst row; None when not measured.
+        head_skipped_mass: mean of each query head; empty when not measured.
     """
 
     layer: str
@@ -59,6 +60,7 @@ class LayerError:
     sparsity: float
     mean_skipped_mass: float | None
     max_skipped_mass: float | None
+    head_skipped_mass: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Comparison:
         skipped_mass: per phase; empty when not measured.
         sparsity: skipped over visited tiles per phase, 0..1.
         layers: one record per layer and phase that ran, prefill first, layers in model order.
+        mass_bound: what the kernels certify about skipped_mass, per phase; a row's bound is not below its
+            skipped mass.
     """
 
     num_tokens: int
@@ -84,6 +88,7 @@ class Comparison:
     skipped_mass: Mapping[str, MassSummary]
     sparsity: Mapping[str, float]
     layers: tuple[LayerError, ...] = field(default=(), repr=False)
+    mass_bound: Mapping[str, MassSummary] = field(default_factory=dict, repr=False)
 
     @property
     def nll_difference(self) -> float:
@@ -161,6 +166,7 @@ def compare_conditions(
     """
     from blasst.integrations.transformers import (
         attention_stats,
+        mass_bound_summary,
         skipped_mass_by_layer,
         skipped_mass_summary,
         sparse_attention,
@@ -181,6 +187,7 @@ def compare_conditions(
                     sums += _agreement(model, states, sparse, row[len(row) - k :], chunk_size)
                 stats = attention_stats(model)
                 masses = skipped_mass_summary(model) if measure_skipped_mass else {}
+                bounds = mass_bound_summary(model) if measure_skipped_mass else {}
                 layer_masses = skipped_mass_by_layer(model) if measure_skipped_mass else []
             nll_dense, nll_sparse, kl, equal = (sums / sum(kept)).tolist()
             comparisons[name] = Comparison(
@@ -189,12 +196,10 @@ def compare_conditions(
                 nll_sparse=nll_sparse,
                 kl=kl,
                 top1_agreement=equal,
-                skipped_mass={
-                    phase: MassSummary(int(mass["rows"]), mass["mean"], mass["p99"], mass["max"])
-                    for phase, mass in masses.items()
-                },
+                skipped_mass=_mass_summaries(masses),
                 sparsity=_sparsity(stats),
                 layers=_layer_errors(stats, layer_masses),
+                mass_bound=_mass_summaries(bounds),
             )
     return comparisons
 
@@ -365,6 +370,13 @@ def _agreement(model: Any, dense: Tensor, sparse: Tensor, targets: Tensor, chunk
     return sums
 
 
+def _mass_summaries(masses: Mapping[Any, Mapping[str, float]]) -> dict[str, MassSummary]:
+    return {
+        phase: MassSummary(int(mass["rows"]), mass["mean"], mass["p99"], mass["max"])
+        for phase, mass in masses.items()
+    }
+
+
 def _sparsity(records: Sequence[Any]) -> dict[str, float]:
     """Skipped over visited tiles per phase, summed over layers."""
     tiles: dict[str, list[int]] = {}
@@ -383,13 +395,13 @@ def _layers_above(limit: float, comparison: Comparison) -> list[LayerError]:
 
 def _layer_errors(stats: Sequence[Any], masses: Sequence[Any]) -> tuple[LayerError, ...]:
     """Sparsity and skipped mass of each layer and phase, joined by name."""
-    by_layer = {(mass.layer, mass.phase): (mass.mean, mass.max) for mass in masses}
+    by_layer = {(mass.layer, mass.phase): (mass.mean, mass.max, mass.heads) for mass in masses}
     return tuple(
         LayerError(
             record.layer,
             record.phase,
             record.sparsity,
-            *by_layer.get((record.layer, record.phase), (None, None)),
+            *by_layer.get((record.layer, record.phase), (None, None, ())),
         )
         for record in stats
     )

@@ -29,6 +29,7 @@ __all__ = [
     "attention_stats",
     "disable",
     "enable",
+    "mass_bound_summary",
     "reset_stats",
     "skipped_mass_by_layer",
     "skipped_mass_samples",
@@ -303,7 +304,14 @@ def skipped_mass_by_layer(model: nn.Module) -> list[LayerMass]:
     if not handler.measure_skipped_mass:
         raise ValueError("model: enabled without measure_skipped_mass=True, so nothing was measured")
     return [
-        LayerMass(session.served[layer], phase, int(mass.rows), mass.mean(), float(mass.largest))
+        LayerMass(
+            session.served[layer],
+            phase,
+            int(mass.rows),
+            mass.mean(),
+            float(mass.largest),
+            handler.masses[phase].head_means(layer),
+        )
         for phase in PHASES
         if phase in handler.masses
         for layer, mass in sorted(handler.masses[phase].layers.items())
@@ -335,3 +343,15 @@ def skipped_mass_summary(model: nn.Module) -> dict[Phase, dict[str, float]]:
     if not handler.measure_skipped_mass:
         raise ValueError("model: enabled without measure_skipped_mass=True, so nothing was measured")
     return {phase: samples.summary() for phase, samples in handler.masses.items()}
+
+
+def mass_bound_summary(model: nn.Module) -> dict[Phase, dict[str, float]]:
+    """What the kernels certify about the skipped mass of rows; fields of `skipped_mass_summary`, above them.
+
+    Args:
+        model: enabled with measure_skipped_mass=True.
+    """
+    handler = _handler(model)[1]
+    if not handler.measure_skipped_mass:
+        raise ValueError("model: enabled without measure_skipped_mass=True, so nothing was measured")
+    return {phase: samples.summary() for phase, samples in handler.bounds.items()}

@@ -119,6 +119,7 @@ class SparseHandler:
         measure_skipped_mass: also run the dense kernel and compare log-sum-exps.
         counters: tile counts.
         masses: skipped mass per phase.
+        bounds: what the kernels certify about it, per phase; not of padded decode calls.
     """
 
     rules: Mapping[Phase, ThresholdRule]
@@ -129,11 +130,12 @@ class SparseHandler:
     measure_skipped_mass: bool = False
     counters: Counters = field(default_factory=Counters)
     masses: dict[Phase, MassSamples] = field(default_factory=dict)
+    bounds: dict[Phase, MassSamples] = field(default_factory=dict)
     _constant: tuple[tuple[Any, ...], Tensor] | None = None
 
     def reset(self) -> None:
         """Forget counts and samples."""
-        self.counters, self.masses = Counters(), {}
+        self.counters, self.masses, self.bounds = Counters(), {}, {}
 
     def _threshold(self, call: AttentionCall, rule: ThresholdRule) -> Tensor:
         """Per-sequence thresholds of a call, computed once per forward."""
@@ -168,6 +170,7 @@ class SparseHandler:
             max_skipped_mass=self.max_skipped_mass,
             return_counts=self.collect_counts,
             return_lse=self.measure_skipped_mass,
+            return_mass_bound=self.measure_skipped_mass,
             impl=self.impl,
             **tail,
         )
@@ -179,4 +182,6 @@ class SparseHandler:
             mass = -torch.expm1(result.lse - dense)  # a row that sees nothing: -inf - -inf = nan
             samples = self.masses.setdefault(call.phase, MassSamples())
             samples.add(layer.index, mass.clamp(0.0, 1.0).abs())  # no -0.0
+        if self.measure_skipped_mass and result.mass_bound is not None:
+            self.bounds.setdefault(call.phase, MassSamples()).add(layer.index, result.mass_bound)
         return result.out

@@ -72,6 +72,7 @@ class LayerMass:
         rows: number of rows, over heads and sequences.
         mean: over rows, 0..1.
         max: over rows, 0..1.
+        heads: mean over the rows of each query head, 0..1; empty where calls do not tell heads apart.
     """
 
     layer: str
@@ -79,6 +80,7 @@ class LayerMass:
     rows: int
     mean: float
     max: float
+    heads: tuple[float, ...] = ()
 
 
 class MassTotals(NamedTuple):
@@ -111,24 +113,41 @@ class MassSamples:
     """
 
     layers: dict[int, MassTotals] = field(default_factory=dict)
+    heads: dict[int, Tensor] = field(default_factory=dict)  # (2, num_heads): sum of masses, rows
     chunks: list[Tensor] = field(default_factory=list)
     every: int = 1
     calls: int = 0
 
     def add(self, layer: int, mass: Tensor) -> None:
-        """Add the mass of each row of a call of a layer; NaN marks rows that see nothing."""
+        """Add the mass of each row of a call of a layer; NaN marks rows that see nothing.
+
+        Args:
+            layer: number of the layer.
+            mass: (batch, num_heads, rows), (num_heads, rows) or (rows of any heads,).
+        """
         flat = mass.flatten()
         valid = ~flat.isnan()
         clean = flat.nan_to_num(nan=0.0)
         totals = MassTotals(clean.sum(dtype=torch.float64), valid.sum(), clean.amax())
         known = self.layers.get(layer)
         self.layers[layer] = totals if known is None else known.plus(totals)
+        if mass.dim() > 1:
+            by_head = torch.stack([clean.view_as(mass).double(), valid.view_as(mass).double()]).sum(-1)
+            by_head = by_head.flatten(1, -2).sum(1) if by_head.dim() > 2 else by_head
+            self.heads[layer] = by_head + self.heads[layer] if layer in self.heads else by_head
         if self.calls % self.every == 0:
             step = max(1, flat.numel() // SAMPLES_PER_CALL)
             self.chunks.append(flat[self.calls % step :: step][:SAMPLES_PER_CALL].clone())
             if len(self.chunks) * SAMPLES_PER_CALL > MAX_SAMPLES:
                 self.chunks, self.every = self.chunks[::2], self.every * 2
         self.calls += 1
+
+    def head_means(self, layer: int) -> tuple[float, ...]:
+        """Mean mass of the rows of each head of a layer; empty where no call told heads apart."""
+        if layer not in self.heads:
+            return ()
+        total, rows = self.heads[layer].cpu()
+        return tuple((total / rows.clamp(min=1)).tolist())
 
     def samples(self) -> Tensor:
         """float32 (samples,) on the CPU, values in [0, 1]."""
