@@ -12,8 +12,8 @@ class PrefillCosts:
     """Arithmetic of a prefill in units of one 16-bit Q.K^T over the visited tiles; dense is 2.
 
     Both ways are taken at the same threshold: there they promise the same for every skipped key, and the
-    tiles of `screen="int8"` are among those that go against the final maximum, so it loses no more. At the
-    same sparsity, in contrast, counts do not say which of them loses more.
+    tiles of `screen="int8"` are a part of those that go against the final maximum. At the same sparsity, in
+    contrast, counts do not say which of them loses more.
 
     Attributes:
         threshold: at which both were looked up.
