@@ -58,7 +58,7 @@ def conditions(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 settings[f"{name} ignore {options.ignore}"] = {**settings.pop(name), "ignore": patterns}
     if options.control:
         settings["threshold 0"] = {"threshold": 0.0}
-    common = {"impl": options.impl}
+    common = {"impl": options.impl, "screen": options.screen}
     if options.dense_tail is not None:
         common["dense_tail"] = options.dense_tail
     return {name: {**value, **common} for name, value in settings.items()}
@@ -70,7 +70,7 @@ def calibrate(loaded: LoadedModel, options: argparse.Namespace) -> None:
     if options.dense_tail is not None:
         rules["prefill"] = replace(rules["prefill"], dense_tail=options.dense_tail)
     shape = tuple(options.lengths), options.per_kind, options.decode_tokens, options.seed
-    plan = CalibrationPlan(*shape, rules=rules)
+    plan = CalibrationPlan(*shape, rules=rules, screen=options.screen)
     calibrate_model(loaded, plan).save(options.out / "profile.json")
 
 
@@ -183,6 +183,7 @@ def main() -> None:
     parser.add_argument("--phases", default="both", help="both, prefill, decode, or several of them")
     parser.add_argument("--impl", default="auto", help="kernels of the sparse runs")
     parser.add_argument("--dense-tail", type=int, help="last rows dense; default as the profile says")
+    parser.add_argument("--screen", choices=["int8"], help="count prefill for it too, and run with it")
     parser.add_argument("--control", action="store_true", help="also run threshold 0: rounding alone")
     parser.add_argument("--task-lengths", type=numbers, default=[4096])
     parser.add_argument("--tasks", default="", help="task kinds; default all")

@@ -7,7 +7,7 @@ import sys
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -64,6 +64,9 @@ Targets = Annotated[
     typer.Option(
         "--target", parser=sparsity_target, metavar="S", help="Target sparsity in [0, 1); repeatable."
     ),
+]
+Screen = Annotated[
+    Literal["int8"] | None, typer.Option(help="Also count prefill as blasst.enable(screen=...) skips in it.")
 ]
 _CALIBRATION_LENGTHS = LengthList((1024, 2048, 4096, 8192))
 _EVAL_LENGTHS = LengthList((4096,))
@@ -137,6 +140,7 @@ def calibrate(
         ),
     ] = _OWN_TILES,
     splits: Annotated[int, typer.Option(min=1, help="KV splits of xqa.")] = 1,
+    screen: Screen = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     device: Device = "cpu",
     json_output: Json = False,
@@ -144,13 +148,15 @@ def calibrate(
     """Count skipped tiles in one pass per prompt and fit the threshold for any target and length."""
     if splits != 1 and "xqa" not in tiles:
         raise typer.BadParameter("--splits is for --tiles xqa")
+    if screen is not None and tiles != _OWN_TILES:
+        raise typer.BadParameter("--screen is for --tiles blasst")
     if tiles == ("xqa",) and decode_tokens == 0:
         raise typer.BadParameter("--tiles xqa counts decode, so --decode-tokens must be at least 1")
     from blasst.calibrate.tiles import counting_rules
     from blasst.report.calibration import CalibrationPlan, calibrate_model, profile_summary
 
     rules = counting_rules(tiles, splits=splits)
-    plan = CalibrationPlan(tuple(lengths), per_kind, decode_tokens, seed, target, rules)
+    plan = CalibrationPlan(tuple(lengths), per_kind, decode_tokens, seed, target, rules, screen)
     loaded = _load_model(model, device)
     with progress_bar("calibrate") as progress:
         profile = calibrate_model(loaded, plan, progress)

@@ -11,10 +11,9 @@ from torch import Tensor
 from blasst.core import checks
 from blasst.core.block_mask import check_block_mask
 from blasst.core.cache import append_to_cache, check_new_keys
-from blasst.core.int8_screen import check_int8_screen
+from blasst.core.int8_screen import with_screen
 from blasst.core.key_codes import KeyCodes
 from blasst.core.problem import AttentionProblem
-from blasst.core.screen import check_screen
 from blasst.core.threshold import threshold_from_scale_factor
 from blasst.core.types import MAX_DECODE_TOKENS, AttentionOutput, Phase
 from blasst.kernels import op, repeats, select
@@ -134,9 +133,7 @@ def blasst_attn_func(
     checks.check_qkv(q, k, v, 4, 4, ("q", "k", "v"))
     checks.check_batch(k, q, ("k", "q"))
     problem = _problem(q, k, v, options, "prefill", kv_len=k.shape[1], max_seqlens=(q.shape[1], k.shape[1]))
-    if screen is not None:
-        problem = replace(problem, int8_screen=check_int8_screen(screen, problem))
-    return op.call(problem, impl, return_lse)
+    return op.call(with_screen(problem, screen), impl, return_lse)
 
 
 def blasst_attn_varlen_func(
@@ -265,9 +262,7 @@ def blasst_attn_varlen_func(
         seqused_k=seqused_k,
         block_table=block_table,
     )
-    if screen is not None:
-        problem = replace(problem, int8_screen=check_int8_screen(screen, problem))
-    return op.call(problem, impl, return_lse)
+    return op.call(with_screen(problem, screen), impl, return_lse)
 
 
 def blasst_attn_with_kvcache(
@@ -291,7 +286,7 @@ def blasst_attn_with_kvcache(
     sinks: Tensor | None = None,
     max_skipped_mass: float | None = None,
     block_mask: Tensor | None = None,
-    screen: KeyCodes | None = None,
+    screen: KeyCodes | str | None = None,
     return_lse: bool = False,
     return_counts: bool = False,
     return_mass_bound: bool = False,
@@ -336,7 +331,8 @@ def blasst_attn_with_kvcache(
         screen: codes of the keys in k_cache, from which many tiles are known to be skipped before they are
             scored; every result is the same bit for bit. Under the decode rule, with a threshold, without
             max_skipped_mass, return_mass_bound, cache_leftpad and a float8_e4m3fn cache. Codes of tiles that
-            k completes are made by this call; see `KeyCodes` for keys written otherwise. None = none.
+            k completes are made by this call; see `KeyCodes` for keys written otherwise. With more than 8
+            new tokens "int8", as in `blasst_attn_func`. None = none.
         return_lse: fill AttentionOutput.lse.
         return_counts: fill AttentionOutput.counts; (batch, num_kv_heads) under the decode rule. With screen
             also counts.screened.
@@ -439,13 +435,12 @@ def blasst_attn_with_kvcache(
         k_descale=k_scale,
         v_descale=v_scale,
     )
-    if screen is not None:
-        problem = replace(problem, screen=check_screen(screen, problem))
+    problem = with_screen(problem, screen)
     if k is not None and v is not None:
         if not torch.compiler.is_compiling():
             select.choose(problem, impl)  # a call that cannot be served must leave the cache alone
         append_to_cache(k_cache, v_cache, k, v, before, block_table, k_scale, v_scale)
-        if screen is not None:
+        if isinstance(screen, KeyCodes):
             screen.truncate(before)
             screen.append(k_cache, lengths, block_table)
     result = op.call(problem, impl, return_lse)

@@ -123,8 +123,8 @@ def paged(tokens: int, page: int, **options: object) -> Callable[..., object]:
     return partial(blasst_attn_with_kvcache, q, k, v, **options)
 
 
-def padded(tokens: int) -> Callable[..., object]:
-    return attend(tokens, cache_leftpad=torch.tensor([3, 0], dtype=torch.int32))
+def padded(tokens: int, **options: object) -> Callable[..., object]:
+    return attend(tokens, cache_leftpad=torch.tensor([3, 0], dtype=torch.int32), **options)
 
 
 def eighths(tokens: int, dtype: torch.dtype = HALF) -> Callable[..., object]:
@@ -253,6 +253,18 @@ ROWS = [
     Row("`block_mask`", masked, ("cpu/test_block_mask.py",)),
     Row("`screen`, which saves nothing there yet", screened, ("cpu/test_screen.py",), phases=(2,)),
     Row('`screen="int8"`, likewise', of(screen="int8"), ("cpu/test_int8_screen.py",), phases=(40,)),
+    Row(
+        '`screen="int8"` with pages, and with `cache_leftpad`',
+        [
+            ("pages", lambda tokens: paged(tokens, 16, screen="int8")),
+            ("`cache_leftpad`", lambda tokens: padded(tokens, screen="int8")),
+        ],
+        (
+            "cpu/test_int8_caches.py::test_pages_are_the_contiguous_cache_in_both_functions",
+            "cpu/test_int8_caches.py::test_left_padding_shifts_the_tile_grid",
+        ),
+        phases=(40,),
+    ),
 ]
 
 #: They read lengths on the host.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -64,6 +65,8 @@ BAD_ARGUMENTS = {
     "two tiles for one phase": ("calibrate", "--out", "{folder}/p.json", "--tiles", "modelopt,xqa"),
     "splits without xqa": ("calibrate", "--out", "{folder}/p.json", "--splits", "8"),
     "xqa without decode": ("calibrate", "--out", "{folder}/p.json", "--tiles", "xqa", "--decode-tokens", "0"),
+    "screen in other tiles": ("calibrate", "--out", "{folder}/p.json", "--screen", "int8", "--tiles", "xqa"),
+    "unknown screen": ("calibrate", "--out", "{folder}/p.json", "--screen", "int4"),
     "config for another engine": ("export", "{object}", "--to", "sglang", "--config", "{object}"),
     "config that is not there": ("export", "{object}", "--to", "modelopt", "--config", "{folder}"),
     "config written over unasked": (
@@ -296,10 +299,12 @@ def test_calibrate_counts_in_the_tiles_that_are_named(
     assert run_inside(("calibrate", *out, "--tiles", "fmha_v2, xqa", "--splits", "8"), monkeypatch) == 2
     assert run_inside(("calibrate", *out, "--tiles", "fmha_v2"), monkeypatch) == 2
     assert run_inside(("calibrate", *out), monkeypatch) == 2
-    both, prefill, own = seen
+    assert run_inside(("calibrate", *out, "--screen", "int8"), monkeypatch) == 2
+    both, prefill, own, screened = seen
     assert both.phases == ("prefill", "decode") and both.rules["decode"].splits == 8
     assert prefill.phases == ("prefill",) and prefill.rules["prefill"].order == "ascending"
     assert own.rules["decode"].order == "anchors"
+    assert screened == dataclasses.replace(own, screen="int8") and own.screen is None
 
 
 def test_report_draws_again_and_prints_the_files_as_json(

@@ -21,7 +21,7 @@ from blasst.calibrate.measure import measure_sparsity, pooled_sparsity
 from blasst.calibrate.prompts import PROMPT_KINDS, Prompt, calibration_prompts, prompts_hash
 from blasst.calibrate.tiles import counting_rules
 from blasst.core.errors import CalibrationError, ProfileError
-from blasst.core.phase_fit import SERVING_RULES, CountingRule
+from blasst.core.phase_fit import SCREENED_RULE, SERVING_RULES, CountingRule
 from blasst.core.profile import DataInfo, ModelInfo, Profile
 from blasst.core.types import TileShape
 from blasst.integrations.transformers import attention_stats, enable, reset_stats, sparse_attention
@@ -85,9 +85,11 @@ def test_a_margin_exactly_at_a_threshold_is_not_skipped_there():
     assert skipped[:, 0, 0].tolist() == [0, 1, 2]  # below at 0.5, the edge itself from 1.0 on, NaN never
 
 
-def test_prefill_counts_are_those_of_the_sparse_kernel(model):
+@pytest.mark.parametrize("screen", [None, "int8"])
+def test_prefill_counts_are_those_of_the_sparse_kernel(model, screen):
     ids = prompt(1400)
-    table = collect(model, None, [ids], phases=["prefill"], thresholds=LADDER)
+    rules = {"prefill": SCREENED_RULE} if screen else SERVING_RULES
+    table = collect(model, None, [ids], phases=["prefill"], thresholds=LADDER, rules=rules)
     (record,) = table.records
     assert record.kv_len == 1400 and record.skipped.shape == (30, 2, 4) and table.num_prompts == 1
     assert table.layers == ("model.layers.0.self_attn", "model.layers.1.self_attn")
@@ -95,7 +97,8 @@ def test_prefill_counts_are_those_of_the_sparse_kernel(model):
         settings = {
             "threshold": float(LADDER[j]),
             "collect_counts": True,
-            "dense_tail": SERVING_RULES["prefill"].dense_tail,
+            "dense_tail": rules["prefill"].dense_tail,
+            "screen": screen,
         }
         with torch.no_grad(), sparse_attention(model, **settings):
             model(torch.tensor([ids.token_ids]))
@@ -123,9 +126,11 @@ def test_decode_counts_are_those_of_the_sparse_kernel(model):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_no_count(model, side):
+@pytest.mark.parametrize("rule", [SERVING_RULES["prefill"], SCREENED_RULE])
+def test_padding_changes_no_count(model, side, rule):
     prompts = [prompt(500, 1), prompt(230, 2), prompt(640, 3)]
-    settings = {"thresholds": LADDER, "decode_tokens": 3}
+    rules = {**SERVING_RULES, "prefill": rule}
+    settings = {"thresholds": LADDER, "decode_tokens": 3, "rules": rules}
     alone = collect(model, None, prompts, **settings)
     together = collect(model, None, prompts, batch_size=3, padding_side=side, **settings)
     for one, other in zip(
@@ -250,6 +255,14 @@ def test_a_phase_without_a_rule_is_not_counted(model):
         collect(model, None, [prompt(700)], rules=counting_rules(["fmha_v2"]))
     with pytest.raises(ValueError, match="cannot be counted"):
         collect(model, None, [prompt(700)], rules={"prefill": CountingRule(TileShape(64, 128), "anchors")})
+    for phase, tile in (
+        ("prefill", TileShape(128, 128)),
+        ("prefill", TileShape(None, 64)),
+        ("decode", TileShape(64, 128)),
+    ):
+        rules = {phase: replace(SCREENED_RULE, tile=tile, dense_tail=0)}
+        with pytest.raises(ValueError, match=f"{phase} cannot be counted"):
+            collect(model, None, [prompt(700)], phases=[phase], rules=rules)
     tail = {"prefill": replace(SERVING_RULES["prefill"], dense_tail=600)}
     with pytest.raises(CalibrationError, match="more than 728 tokens"):
         collect(model, None, [prompt(700)], phases=["prefill"], rules=tail)

@@ -20,6 +20,7 @@ from blasst.calibrate.formula import parse_formula
 from blasst.calibrate.interchange import read_sparse_attention_config
 from blasst.core.errors import ProfileError
 from blasst.core.phase_fit import KindSpread, LengthResidual, ObservedRange, PhaseFit, SparsityCurve
+from blasst.core.prefill_costs import prefill_costs
 from blasst.core.profile import DataInfo, ModelInfo, Profile, ProfileWarning, load_profile
 from blasst.core.sparsity_model import ExponentialModel, LengthExponentModel
 from blasst.core.types import DECODE_TILE, PHASES, PREFILL_TILE
@@ -36,7 +37,7 @@ numbers = st.one_of(
 texts = st.one_of(
     st.text(max_size=8),
     st.sampled_from(
-        ["", "prefill", "decode", "length_exponent", "exponential", "ascending", "skip_softmax", "1", "nan"]
+        ["", "prefill", "decode", "length_exponent", "exponential", "ascending", "int8", "skip_softmax", "1"]
     ),
     st.sampled_from(
         ["a * exp(b * target_sparsity)", "a ** b ** target_sparsity", "a / target_sparsity", "log(a) - b"]
@@ -96,12 +97,12 @@ def broken(draw, valid):
     return content
 
 
-def valid_profile(ours=None):
-    def fit(phase):
+def valid_profile(ours=None, screened=False):
+    def fit(phase, order=None):
         return PhaseFit(
             phase=phase,
             tile=PREFILL_TILE if phase == "prefill" else DECODE_TILE,
-            order="sink_first" if phase == "prefill" else "anchors",
+            order=order or ("sink_first" if phase == "prefill" else "anchors"),
             exponential=ExponentialModel(7.93, 8.61, 0.98),
             length_exponent=ours,
             selected="length_exponent" if ours else "exponential",
@@ -121,21 +122,22 @@ def valid_profile(ours=None):
         DataInfo("d1", 8, ("code", "prose")),
         {phase: fit(phase) for phase in PHASES},
         {"prefill": 0.5, "decode": 0.3},
+        fit("prefill", "int8") if screened else None,
     )
 
 
 OURS = LengthExponentModel(-2.6, 2.1, 0.01, -1.9, 0.2, 2896.3, (-2.1, 2.1), 0.99)
-PROFILES = [valid_profile().to_json(), valid_profile(OURS).to_json()]
+PROFILES = [valid_profile().to_json(), valid_profile(OURS).to_json(), valid_profile(OURS, True).to_json()]
 
 
 def use_profile(profile):
     """Everything that serving asks of a profile."""
-    for phase in profile.phases:
-        for target in (0.0, 0.5, 1.0):
-            for length in (1, 4096, 10**7):
-                assert 0.0 <= profile.threshold(phase, target, length) <= 1.0
-                profile.check_request(phase, target, length)
-                assert 0.0 <= profile.phase_fit(phase).reachable_sparsity(length) <= 1.0
+    if profile.screened is not None:
+        use_thresholds(profile.for_screen("int8"))
+        if "prefill" in profile.phases:
+            costs = prefill_costs(profile, 0.5, 4096)
+            assert 1.0 <= costs.fused <= 2.0 and 0.5 <= costs.screened <= 2.5
+    use_thresholds(profile)
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
     for engine in ENGINES:
         try:
@@ -144,6 +146,16 @@ def use_profile(profile):
             pass
         except ValueError as error:
             assert "target_sparsity is missing" in str(error)
+
+
+def use_thresholds(profile):
+    """Every threshold is one."""
+    for phase in profile.phases:
+        for target in (0.0, 0.5, 1.0):
+            for length in (1, 4096, 10**7):
+                assert 0.0 <= profile.threshold(phase, target, length) <= 1.0
+                profile.check_request(phase, target, length)
+                assert 0.0 <= profile.phase_fit(phase).reachable_sparsity(length) <= 1.0
 
 
 @settings(max_examples=200)

@@ -426,7 +426,7 @@ def test_a_prepared_call_never_serves_codes(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"screen": 4}, TypeError, "got int, want KeyCodes or None"),
+        ({"screen": 4}, TypeError, "got int, want KeyCodes"),
         ({"threshold": None}, ValueError, "got KeyCodes without a threshold, want threshold="),
         ({"max_skipped_mass": 0.1}, UnsupportedError, "not supported beside max_skipped_mass"),
         ({"return_mass_bound": True}, UnsupportedError, "not supported beside return_mass_bound"),

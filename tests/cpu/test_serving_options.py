@@ -69,6 +69,7 @@ def test_configuration_wins_option_by_option_and_way_by_way() -> None:
     "environment, message",
     [
         ({"BLASST_TRESHOLD": "0.1"}, "BLASST_TRESHOLD: unknown variable"),
+        ({"BLASST_SCREEN": "int8", "BLASST_THRESHOLD": "0"}, "BLASST_SCREEN: screened prefill"),
         ({"BLASST_THRESHOLD": "often"}, "BLASST_THRESHOLD: got 'often', wants one number"),
         ({"BLASST_THRESHOLD": "nan"}, "BLASST_THRESHOLD: got 'nan'"),
         ({"BLASST_THRESHOLD": "{"}, "BLASST_THRESHOLD: got '{'"),
@@ -91,6 +92,7 @@ def test_wrong_variables_are_refused(environment: dict[str, str], message: str) 
     [
         ([], "wants a mapping"),
         ({"treshold": 0.1}, "unknown option treshold"),
+        ({"threshold": 0.1, "screen": "int8"}, "blasst.screen: screened prefill"),
         ({"threshold": True}, "blasst.threshold: got True"),
         ({"threshold": [0.1]}, "blasst.threshold: got [0.1]"),
         ({"profile": 3}, "blasst.profile: got 3"),

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from blasst import blasst_attn_func
 from blasst.calibrate.counts import CountPoint
 from blasst.calibrate.fit import fit_phase
 from blasst.core.errors import ProfileError
@@ -82,11 +83,17 @@ def test_thresholds_in_force_are_the_profiles_for_each_sequence(model):
     assert "target sparsity 0.5, profile of tiny" in str(enabled)
 
 
-def test_the_dense_tail_is_the_profiles_unless_another_is_asked_for():
+def fading_llama():
+    """Attention fades with distance."""
     model = make_llama(attention_bias=True)
     for layer in model.model.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            projection.bias.fill_(2.0)  # attention fades with distance
+            projection.bias.fill_(2.0)
+    return model
+
+
+def test_the_dense_tail_is_the_profiles_unless_another_is_asked_for():
+    model = fading_llama()
     profile = make_profile(model)
     tail = replace(profile.phases["prefill"], dense_tail=192)
     profile = replace(profile, phases={**profile.phases, "prefill": tail})
@@ -104,6 +111,60 @@ def test_the_dense_tail_is_the_profiles_unless_another_is_asked_for():
     assert "last 192 rows" in str(enable(model, profile=profile, target_sparsity=0.5))
     assert "last" not in str(enable(model, profile=profile, target_sparsity={"decode": 0.5}))
     disable(model)
+
+
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+def test_a_screened_prefill_follows_its_own_curve_and_decode_its_usual_one(impl):
+    model = fading_llama()
+    profile = make_profile(model)
+    higher = [replace(counted("prose", n), threshold=np.logspace(-3, 0, 40)) for n in (128, 256, 512, 1024)]
+    screened = replace(fit_phase(higher, phase="prefill", order="int8"), dense_tail=70)
+    both = replace(profile, screened=screened)
+    own = both.for_screen("int8")
+    ids, mask = torch.randint(3, 97, (2, 700)), torch.ones(2, 700, dtype=torch.long)
+    mask[0, :140] = 0
+    usual = {"target_sparsity": 0.8, "collect_counts": True, "impl": impl}
+
+    def run(**options):
+        with sparse_attention(model, **options) as enabled:
+            output = model(ids, attention_mask=mask)
+            name = "cache" if "cache" in output else "past_key_values"
+            longer = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
+            model(ids[:, :1], attention_mask=longer, **{name: output[name]})
+            first = {r.phase: r for r in attention_stats(model) if r.layer.startswith("model.layers.0")}
+            return enabled, first["prefill"].skipped.tolist(), first["decode"].skipped.tolist()
+
+    enabled, skipped, decode = run(profile=both, screen="int8", **usual)
+    assert enabled.screen == "int8" and enabled.dense_tail == 70 and "int8 copies" in str(enabled)
+    for length in (560, 700):
+        assert enabled.thresholds["prefill"].for_length(length) == own.threshold("prefill", 0.8, length)
+        assert enabled.thresholds["decode"].for_length(length) == profile.threshold("decode", 0.8, length)
+    wanted = {screen: torch.zeros(4, dtype=torch.int64) for screen in ("int8", None)}
+    with sparse_attention(model, threshold=0.5) as probe:  # q, k, v of the first layer
+        seen = []
+        handler = probe._session.handler
+        original = handler._threshold
+        handler._threshold = lambda call, rule: seen.append(call) or original(call, rule)
+        model(ids, attention_mask=mask)
+    for index, rows, keys in seen[0].sequences():
+        part = [x[None] for x in (seen[0].q[index, rows], seen[0].k[index, keys], seen[0].v[index, keys])]
+        threshold = own.threshold("prefill", 0.8, torch.tensor([part[1].shape[1]]))
+        options = {"causal": True, "dense_tail": 70, "impl": impl, "return_counts": True}
+        for screen, total in wanted.items():
+            total += blasst_attn_func(*part, threshold=threshold, screen=screen, **options).counts.skipped[0]
+    assert skipped == wanted["int8"].tolist() != wanted[None].tolist() and sum(skipped) > 0
+    _, unscreened, same_decode = run(profile=both, **usual)
+    assert decode == same_decode and sum(decode) > 0 and skipped != unscreened
+
+
+def test_a_screen_without_its_curve_is_refused_before_anything_changes(model):
+    profile = make_profile(model)
+    with pytest.raises(ProfileError, match="prefill_screened: found nothing"):
+        enable(model, profile=profile, target_sparsity=0.5, screen="int8")
+    screened = replace(profile, screened=replace(profile.phases["prefill"], order="int8"))
+    with pytest.raises(ValueError, match="no target sparsity for this phase"):
+        enable(model, profile=screened, target_sparsity={"decode": 0.5}, screen="int8")
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_profile_is_read_from_its_file(model, tmp_path):

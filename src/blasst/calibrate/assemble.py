@@ -13,7 +13,7 @@ from blasst._version import __version__
 from blasst.calibrate.counts import CountPoint, group_by_length
 from blasst.calibrate.fit import fit_phase
 from blasst.core.errors import CalibrationError
-from blasst.core.phase_fit import SERVING_RULES, CountingRule
+from blasst.core.phase_fit import SCREENED_RULE, SERVING_RULES, CountingRule, PhaseFit
 from blasst.core.profile import DataInfo, ModelInfo, Profile
 from blasst.core.types import PHASES, Phase
 
@@ -99,6 +99,7 @@ def build_profile(
     target_sparsity: float | Mapping[Phase, float | None] | None = None,
     rules: Mapping[Phase, CountingRule] | None = None,
     min_samples: int = 2,
+    screened: CountSource | Iterable[CountRecord] | None = None,
 ) -> Profile:
     """Fit every phase that was counted.
 
@@ -110,10 +111,12 @@ def build_profile(
             mapping; a target out of reach at the longest length is an error. None = no default.
         rules: tile shape and order that was counted in, per phase; None = what the table says, or ours.
         min_samples: fewest prompts per phase.
+        screened: prefill of the same prompts as `screen="int8"` skips in it (`SCREENED_RULE`); None = not
+            counted.
 
     Raises:
         CalibrationError: no records, or counts that cannot be fitted (see `fit_phase`).
-        ProfileError: a default target for a phase that was not counted.
+        ProfileError: a default target for a phase that was not counted, or screened was counted otherwise.
     """
     if rules is None:
         rules = getattr(counts, "rules", SERVING_RULES)
@@ -126,26 +129,26 @@ def build_profile(
         targets = {phase: value for phase, value in target_sparsity.items() if value is not None}
     else:
         targets = dict.fromkeys(points, float(target_sparsity))
-    fits = {
-        phase: fit_phase(
-            points[phase],
+
+    def fit(phase: Phase, points: Sequence[CountPoint], rule: CountingRule) -> PhaseFit:
+        return fit_phase(
+            points,
             phase=phase,
-            tile=rules[phase].tile,
-            order=rules[phase].order,
-            splits=rules[phase].splits,
-            dense_tail=rules[phase].dense_tail,
+            **vars(rule),
             min_samples=min_samples,
             target_sparsity=targets.get(phase),
         )
-        for phase in PHASES
-        if phase in points
-    }
+
+    screened_rule = getattr(screened, "rules", {}).get("prefill", SCREENED_RULE)
     return Profile(
         library_version=__version__,
         model=model_info,
         data=data_info,
-        phases=fits,
+        phases={phase: fit(phase, points[phase], rules[phase]) for phase in PHASES if phase in points},
         target_sparsity=targets,
+        screened=None
+        if screened is None
+        else fit("prefill", _points_by_phase(screened).get("prefill", []), screened_rule),
     )
 
 
@@ -160,15 +163,19 @@ def achieved_on(
     thresholds the count is interpolated in ln(threshold).
 
     Args:
-        profile: with every phase that was counted.
+        profile: with every phase that was counted; `Profile.for_screen` where prefill was screened.
         counts: of held-out prompts.
         targets: in (0, 1].
 
     Raises:
         ProfileError: a phase was not calibrated.
-        CalibrationError: shapes or values that no count can have.
+        CalibrationError: shapes or values that no count can have, or a table that was counted by another
+            rule than the profile.
     """
     points = _points_by_phase(counts)
+    for phase, rule in getattr(counts, "rules", {}).items():
+        if phase in points and (known := profile.phase_fit(phase).rule) != rule:
+            raise CalibrationError(f"counts of {phase}: counted by {rule}, the profile by {known}")
     rows: list[AchievedRow] = []
     for phase in PHASES:
         for group in group_by_length(points.get(phase, [])):

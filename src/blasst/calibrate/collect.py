@@ -24,11 +24,12 @@ from blasst.calibrate.histograms import Histograms
 from blasst.calibrate.prompts import Prompt, prompts_hash
 from blasst.core.checks import check_dense_tail
 from blasst.core.errors import CalibrationError
-from blasst.core.phase_fit import SERVING_RULES, CountingRule
+from blasst.core.phase_fit import SCREENED_RULE, SERVING_RULES, CountingRule
 from blasst.core.types import PHASES, Phase, in_dense_tail
 from blasst.integrations.sessions import in_place_of
 from blasst.integrations.transformers_attention import AttentionCall, Layer, Session, session_of
 from blasst.kernels.eager import decode_margins, prefill_margins
+from blasst.kernels.int8_margins import screened_margins
 
 #: Called with prompts done, prompts in all, and what comes next.
 Progress = Callable[[int, int, str], None]
@@ -125,15 +126,18 @@ class _CountingHandler:
             "window_size": call.window_size,
             "softcap": call.softcap,
             "sinks": call.sinks,
-            "tile": rule.tile,
         }
         if rule.tile.query is None:
-            return decode_margins(q, k, splits=None if rule.order == "anchors" else rule.splits, **options)[1]
-        options["order"] = rule.order
+            splits = None if rule.order == "anchors" else rule.splits
+            return decode_margins(q, k, tile=rule.tile, splits=splits, **options)[1]
+        if rule.order == SCREENED_RULE.order:
+            margins = screened_margins(q, k, **options)
+        else:
+            margins = prefill_margins(q, k, **(options | {"tile": rule.tile, "order": rule.order}))
         rows, tail = rule.tile.query, rule.dense_tail
         parts = [
             torch.full_like(margin, math.inf) if in_dense_tail(i * rows, q.shape[0], rows, tail) else margin
-            for i, _, margin in prefill_margins(q, k, **options)
+            for i, _, margin in margins
         ]
         return torch.cat(parts, dim=1)
 
@@ -186,6 +190,8 @@ def _check_rules(rules: Mapping[Phase, CountingRule], phases: Sequence[Phase]) -
         rule = rules[phase]
         group_votes = rule.tile.query is None
         known = ("anchors", "ascending") if group_votes else ("sink_first", "descending", "ascending")
+        if phase == "prefill" and rule.tile == SCREENED_RULE.tile:
+            known = (*known, SCREENED_RULE.order)
         if rule.order not in known or (phase == "prefill" and group_votes):
             raise ValueError(f"rules: {phase} cannot be counted as {rule}")
         if rule.splits < 1 or (rule.splits > 1 and not (group_votes and rule.order == "ascending")):
@@ -251,7 +257,7 @@ def collect(
         padding_side: where shorter prompts of a batch are padded.
         ignore: fnmatch patterns of attention modules that are not counted (and will not be served).
         rules: tile shape, order and dense tail to count in, per phase; those of another engine for an
-            export to it (`blasst.calibrate.tiles`).
+            export to it (`blasst.calibrate.tiles`), or `SCREENED_RULE` for prefill with `screen="int8"`.
         progress: called before each batch and at the end.
 
     Raises:

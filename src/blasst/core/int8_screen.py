@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from blasst.core.errors import UnsupportedError
+from blasst.core.key_codes import KeyCodes
 from blasst.core.problem import AttentionProblem
-from blasst.core.screen import rounding
+from blasst.core.screen import check_screen, rounding
 from blasst.core.types import PREFILL_TILE
 
 _TILE = PREFILL_TILE.key
@@ -188,35 +189,53 @@ class Int8Rows:
         )
 
 
-def check_int8_screen(screen: object, problem: AttentionProblem) -> bool:
-    """Whether a call of the prefill rule is screened; what `AttentionProblem.int8_screen` holds.
+def check_screen_name(screen: object) -> bool:
+    """Whether prefill is asked to screen.
 
     Args:
         screen: what the user gave.
-        problem: the call without it.
 
     Raises:
         TypeError: no text.
-        ValueError: another text than "int8", or a call without a threshold.
-        UnsupportedError: a call that cannot be screened.
+        ValueError: another text than "int8".
     """
     if screen is None:
         return False
     if not isinstance(screen, str):
-        raise TypeError(f'screen: got {type(screen).__name__}, want "int8" or None')
+        raise TypeError(f'screen: got {type(screen).__name__}, want KeyCodes, "int8" or None')
     if screen != "int8":
         raise ValueError(f'screen: got {screen!r}, want "int8" or None')
-    for name, wanted in (
-        ("max_skipped_mass", problem.max_skipped_mass is not None),
-        ("return_mass_bound", problem.want_mass_bound),
-    ):
-        if wanted:
-            raise UnsupportedError(
-                f"screen: not supported beside {name}, which needs the scores of every tile"
-            )
+    return True
+
+
+def with_screen(problem: AttentionProblem, screen: object) -> AttentionProblem:
+    """A call with what its `screen=` asks for: "int8" under the prefill rule, key codes under that of decode.
+
+    Args:
+        problem: the call without it.
+        screen: what the user gave.
+
+    Raises:
+        TypeError: another type.
+        ValueError: another text, codes of another cache, or a call without a threshold.
+        UnsupportedError: a call that cannot be screened so.
+    """
+    if isinstance(screen, KeyCodes):
+        return replace(problem, screen=check_screen(screen, problem))
+    if not check_screen_name(screen):
+        return problem
+    reason = None
+    if problem.phase == "decode":
+        reason = f"{problem.max_seqlen_q} new tokens, which follow the decode rule; that takes KeyCodes"
+    elif problem.max_skipped_mass is not None:
+        reason = "max_skipped_mass, which needs the scores of every tile"
+    elif problem.want_mass_bound:
+        reason = "return_mass_bound, which needs the scores of every tile"
+    if reason is not None:
+        raise UnsupportedError(f'screen: "int8" is not supported beside {reason}')
     if problem.threshold is None:
         raise ValueError('screen: got "int8" without a threshold, want threshold= or threshold_scale_factor=')
-    return True
+    return replace(problem, int8_screen=True)
 
 
 def score_bounds(

@@ -6,18 +6,18 @@ import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from blasst.core.errors import ProfileError
-from blasst.core.sparsity_model import ExponentialModel, LengthExponentModel, ModelName
+from blasst.core.sparsity_model import ExponentialModel, LengthExponentModel, ModelName, solve_target
 from blasst.core.types import DECODE_TILE, PREFILL_TILE, Phase, TileShape
 
-#: "anchors" is the rule of decode, which has no visiting order.
-CountingOrder = Literal["sink_first", "descending", "ascending", "anchors"]
+#: Two rules have no visiting order: "anchors" is that of decode, "int8" that of `screen="int8"` in prefill.
+CountingOrder = Literal["sink_first", "descending", "ascending", "anchors", "int8"]
 #: Why a model was selected: error on lengths left out, error on the fitted lengths, or nothing to choose.
 SelectionReason = Literal["held_out_lengths", "fitted_lengths", "single_length"]
 
-COUNTING_ORDERS: tuple[CountingOrder, ...] = ("sink_first", "descending", "ascending", "anchors")
+COUNTING_ORDERS: tuple[CountingOrder, ...] = get_args(CountingOrder)
 SELECTION_REASONS: tuple[SelectionReason, ...] = ("held_out_lengths", "fitted_lengths", "single_length")
 
 #: What the kernels of this library vote in: a profile must have been counted like this to be served.
@@ -31,7 +31,7 @@ class CountingRule:
 
     Attributes:
         tile: shape of a vote.
-        order: visiting order, or "anchors".
+        order: visiting order, "anchors" or "int8".
         splits: decode in ascending order: parts of the key axis, each with a running maximum of its own; part
             i has every splits-th tile from the i-th on.
         dense_tail: prefill: query tiles with one of the last so many rows of a call skip nothing.
@@ -49,6 +49,10 @@ SERVING_RULES: Mapping[Phase, CountingRule] = {
     "prefill": CountingRule(PREFILL_TILE, SERVING_ORDERS["prefill"], dense_tail=64),
     "decode": CountingRule(DECODE_TILE, SERVING_ORDERS["decode"]),
 }
+
+#: The same for prefill with `screen="int8"`, and the name of its fit in a profile file.
+SCREENED_RULE = CountingRule(PREFILL_TILE, "int8", dense_tail=64)
+SCREENED_FIT = "prefill_screened"
 
 
 @dataclass(frozen=True)
@@ -161,22 +165,27 @@ class PhaseFit:
     def __post_init__(self) -> None:
         if self.splits != 1 and (self.phase, self.order) != ("decode", "ascending"):
             raise ProfileError(
-                f"phases.{self.phase}.splits: found {self.splits} with order {self.order!r}, wanted 1; only "
+                f"phases.{self.name}.splits: found {self.splits} with order {self.order!r}, wanted 1; only "
                 "decode in ascending order has splits"
             )
         if type(self.dense_tail) is not int or self.dense_tail < 0:
             raise ProfileError(
-                f"phases.{self.phase}.dense_tail: found {self.dense_tail!r}, wanted an integer >= 0"
+                f"phases.{self.name}.dense_tail: found {self.dense_tail!r}, wanted an integer >= 0"
             )
         if self.dense_tail and self.phase != "prefill":
             raise ProfileError(
-                f"phases.{self.phase}.dense_tail: found {self.dense_tail}, wanted 0; only prefill has one"
+                f"phases.{self.name}.dense_tail: found {self.dense_tail}, wanted 0; only prefill has one"
             )
         if self.selected == "length_exponent" and self.length_exponent is None:
             raise ProfileError(
-                f"phases.{self.phase}.selected: found 'length_exponent' without that model, "
+                f"phases.{self.name}.selected: found 'length_exponent' without that model, "
                 "wanted 'exponential'"
             )
+
+    @property
+    def name(self) -> str:
+        """Its name in a profile file."""
+        return SCREENED_FIT if self.order == SCREENED_RULE.order else self.phase
 
     @property
     def rule(self) -> CountingRule:
@@ -189,6 +198,15 @@ class PhaseFit:
         if self.selected == "length_exponent" and self.length_exponent is not None:
             return self.length_exponent
         return self.exponential
+
+    def predicted_sparsity(self, threshold: float, kv_len: float) -> float:
+        """Sparsity that the selected model expects at a threshold, and no more than was counted at any.
+
+        Args:
+            threshold: linear, in [0, 1].
+            kv_len: keys of the sequence; below 128 acts as 128.
+        """
+        return min(solve_target(self.model, threshold, kv_len), self.reachable_sparsity(kv_len))
 
     def reachable_sparsity(self, kv_len: float) -> float:
         """Largest sparsity that was counted at any threshold, interpolated in ln(kv_len).

@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from blasst.core.errors import ProfileError
-from blasst.core.phase_fit import SERVING_ORDERS, SERVING_TILES, CountingOrder, PhaseFit
+from blasst.core.int8_screen import check_screen_name
+from blasst.core.phase_fit import SCREENED_FIT, SCREENED_RULE, SERVING_RULES, PhaseFit
 from blasst.core.profile_json import Fields, phase_fit_from_json, phase_fit_to_json
 from blasst.core.sparsity_model import MIN_MODEL_LENGTH, require_target
 from blasst.core.threshold import threshold_from_log
-from blasst.core.types import PHASES, Phase, TileShape
+from blasst.core.types import PHASES, Phase
 
 PROFILE_FORMAT = "blasst-profile"
 PROFILE_VERSION = 1
@@ -67,6 +68,7 @@ class Profile:
         data: what it was calibrated on.
         phases: the calibrated phases; one that is missing runs dense.
         target_sparsity: default target per phase; a phase without one runs dense unless a target is given.
+        screened: prefill as it was counted for `screen="int8"`, or None.
     """
 
     library_version: str
@@ -74,12 +76,41 @@ class Profile:
     data: DataInfo
     phases: Mapping[Phase, PhaseFit]
     target_sparsity: Mapping[Phase, float] = field(default_factory=dict)
+    screened: PhaseFit | None = None
     _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for phase, target in self.target_sparsity.items():
             self.phase_fit(phase)
             require_target(target)
+        if self.screened is not None and self.screened.order != SCREENED_RULE.order:
+            raise ProfileError(
+                f"phases.{SCREENED_FIT}.order: found {self.screened.order!r}, wanted {SCREENED_RULE.order!r}"
+            )
+
+    @property
+    def fits(self) -> dict[str, PhaseFit]:
+        """Every fit, by its name in the file."""
+        screened = {} if self.screened is None else {SCREENED_FIT: self.screened}
+        return {str(phase): fit for phase, fit in self.phases.items()} | screened
+
+    def for_screen(self, screen: str | None) -> Profile:
+        """The profile whose prefill is that of calls with `screen=`; one rule never gets the other's curve.
+
+        Args:
+            screen: "int8", or None = this profile.
+
+        Raises:
+            ProfileError: prefill was not counted for it.
+        """
+        if not check_screen_name(screen):
+            return self
+        if self.screened is None:
+            raise ProfileError(
+                f"phases.{SCREENED_FIT}: found nothing (calibrated: {sorted(self.fits)}), wanted the counts "
+                'of screen="int8", which has thresholds of its own: calibrate with --screen int8'
+            )
+        return replace(self, phases={**self.phases, "prefill": self.screened}, screened=None)
 
     def phase_fit(self, phase: Phase) -> PhaseFit:
         """The fit of a phase.
@@ -238,19 +269,12 @@ class Profile:
             self._warned.add(cause)
             warnings.warn(f"profile of {self.model.name}: {message}", ProfileWarning, stacklevel=3)
 
-    def require_match(
-        self,
-        *,
-        fingerprint: str | None = None,
-        tiles: Mapping[Phase, TileShape] = SERVING_TILES,
-        orders: Mapping[Phase, CountingOrder] = SERVING_ORDERS,
-    ) -> None:
+    def require_match(self, *, fingerprint: str | None = None, serving: bool = True) -> None:
         """Refuse a profile that was counted for something else.
 
         Args:
             fingerprint: `model_fingerprint` of the model to be served; None = not compared.
-            tiles: tile shape that the kernels vote in, per phase.
-            orders: order in which they visit, per phase.
+            serving: also require the tile shape and order of this library's kernels.
 
         Raises:
             ProfileError: names the first field that differs, what was found and what is wanted.
@@ -260,14 +284,15 @@ class Profile:
                 f"model.fingerprint: found {self.model.fingerprint!r} (of {self.model.name}), "
                 f"wanted {fingerprint!r}: the profile belongs to another model"
             )
-        for phase, fit in self.phases.items():
-            if fit.tile != tiles[phase]:
+        for name, fit in self.fits.items() if serving else ():
+            wanted = SCREENED_RULE if name == SCREENED_FIT else SERVING_RULES[fit.phase]
+            if fit.tile != wanted.tile:
                 raise ProfileError(
-                    f"phases.{phase}.tile: found {fit.tile}, wanted {tiles[phase]}: a threshold counted in "
+                    f"phases.{name}.tile: found {fit.tile}, wanted {wanted.tile}: a threshold counted in "
                     "other tiles means something else"
                 )
-            if fit.order != orders[phase]:
-                raise ProfileError(f"phases.{phase}.order: found {fit.order!r}, wanted {orders[phase]!r}")
+            if fit.order != wanted.order:
+                raise ProfileError(f"phases.{name}.order: found {fit.order!r}, wanted {wanted.order!r}")
 
     def to_json(self) -> dict[str, Any]:
         """The profile as JSON values; the schema is profile.schema.json beside this file."""
@@ -282,7 +307,7 @@ class Profile:
                 "kinds": list(self.data.kinds),
             },
             "target_sparsity": dict(self.target_sparsity),
-            "phases": {phase: phase_fit_to_json(fit) for phase, fit in self.phases.items()},
+            "phases": {name: phase_fit_to_json(fit) for name, fit in self.fits.items()},
         }
 
     @classmethod
@@ -305,10 +330,13 @@ class Profile:
             data=DataInfo(data.text("hash"), data.integer("num_prompts"), data.texts("kinds")),
             phases={p: phase_fit_from_json(p, phases.fields(p)) for p in PHASES if phases.has(p)},
             target_sparsity={p: targets.number(p, 0.0, 1.0) for p in PHASES if targets.has(p)},
+            screened=phase_fit_from_json("prefill", phases.fields(SCREENED_FIT))
+            if phases.has(SCREENED_FIT)
+            else None,
         )
         for part in (top, model, data, phases, targets):
             part.close()
-        if not profile.phases:
+        if not profile.fits:
             raise ProfileError("phases: found nothing, wanted prefill, decode or both")
         return profile
 
@@ -340,12 +368,7 @@ def load_profile(path: str | Path, *, fingerprint: str | None = None, serving: b
         except (ValueError, RecursionError) as error:
             raise ProfileError(f"not a JSON file: {error}") from error
         profile = Profile.from_json(value)
-        if serving:
-            profile.require_match(fingerprint=fingerprint)
-        elif fingerprint is not None:
-            tiles = {phase: fit.tile for phase, fit in profile.phases.items()}
-            orders = {phase: fit.order for phase, fit in profile.phases.items()}
-            profile.require_match(fingerprint=fingerprint, tiles=tiles, orders=orders)
+        profile.require_match(fingerprint=fingerprint, serving=serving)
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}") from error
     return profile

@@ -24,7 +24,7 @@ _TILE = DECODE_TILE.key
 _INPUT_ERROR = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}
 
 
-def check_screen(screen: object, problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor]:
+def check_screen(screen: KeyCodes, problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor]:
     """Codes that fit a call which can be screened; what `AttentionProblem.screen` holds.
 
     Args:
@@ -32,12 +32,9 @@ def check_screen(screen: object, problem: AttentionProblem) -> tuple[Tensor, Ten
         problem: the call without it.
 
     Raises:
-        TypeError: not KeyCodes.
         ValueError: codes of another cache, or a call without a threshold.
         UnsupportedError: a call that cannot be screened.
     """
-    if not isinstance(screen, KeyCodes):
-        raise TypeError(f"screen: got {type(screen).__name__}, want KeyCodes or None")
     k = problem.k
     reason = None
     if problem.phase != "decode":

@@ -170,3 +170,25 @@ class LengthExponentModel:
         exponent = self.c3 + self.c4 * inside
         curve = self.c0 + self.c1 * x + self.c2 * inside * (2.0 * x - inside)
         return curve - exponent * math.log(self.reference_length), exponent
+
+
+def solve_target(model: ExponentialModel | LengthExponentModel, threshold: float, kv_len: float) -> float:
+    """The target for which a model gives a threshold: the inverse of its curve, which rises, by bisection.
+
+    Args:
+        model: either model.
+        threshold: linear, in [0, 1].
+        kv_len: keys of the sequence; below 128 acts as 128.
+
+    Returns:
+        In [0, 1]; 1 where every target has a smaller threshold, 0 where every target has a larger one.
+    """
+    if threshold <= 0.0:
+        return 0.0
+    wanted, log_length = math.log(threshold), math.log(max(kv_len, MIN_MODEL_LENGTH))
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        log_scale, exponent = model.coefficients(middle)
+        low, high = (middle, high) if log_scale + exponent * log_length <= wanted else (low, middle)
+    return low

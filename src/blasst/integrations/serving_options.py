@@ -28,6 +28,9 @@ VARIABLES: Final[Mapping[str, str]] = {
 #: Variables of this prefix that belong to other parts of the library.
 _OTHER_VARIABLES = ("BLASST_CACHE_DIR", "BLASST_COMMIT", "BLASST_COUNTS_FOLDER")
 
+#: Said of what `blasst.enable` takes for a transformers model and no engine does.
+_NO_SCREEN = 'screened prefill (screen="int8") is served in transformers models only, not in an engine'
+
 #: The three ways to a threshold; one given in the configuration displaces another of the environment.
 _WAYS = (("profile", "target_sparsity"), ("threshold_scale_factor",), ("threshold",))
 
@@ -154,6 +157,8 @@ def _require_reachable(rule: ThresholdRule, max_length: int) -> None:
 def _from_environment(environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
     known = (*VARIABLES.values(), *_OTHER_VARIABLES)
     for name in environment:
+        if name == "BLASST_SCREEN":
+            raise ValueError(f"{name}: {_NO_SCREEN}")
         if name.startswith("BLASST_") and name not in known:
             raise ValueError(f"{name}: unknown variable, known are {', '.join(VARIABLES.values())}")
     return {
@@ -167,6 +172,8 @@ def _from_config(config: object) -> dict[str, tuple[object, str]]:
     if not isinstance(config, Mapping):
         raise ValueError(f"blasst: got {config!r}, wants a mapping with keys of {', '.join(VARIABLES)}")
     unknown = sorted(str(name) for name in config if name not in VARIABLES)
+    if "screen" in unknown:
+        raise ValueError(f"blasst.screen: {_NO_SCREEN}")
     if unknown:
         raise ValueError(f"blasst: unknown option {', '.join(unknown)}, known are {', '.join(VARIABLES)}")
     return {name: (value, f"blasst.{name}") for name, value in config.items() if value is not None}

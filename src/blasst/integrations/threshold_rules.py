@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from blasst.core.int8_screen import check_screen_name
 from blasst.core.profile import Profile, load_profile
 from blasst.core.threshold import threshold_from_scale_factor
 from blasst.core.types import PHASES, Phase
@@ -129,6 +130,7 @@ def resolve_rules(
     threshold: PerPhase | None,
     threshold_scale_factor: PerPhase | None,
     fingerprint: str | None = None,
+    screen: str | None = None,
 ) -> dict[Phase, ThresholdRule]:
     """One rule per phase from the arguments of `enable`.
 
@@ -138,12 +140,29 @@ def resolve_rules(
         threshold: thresholds.
         threshold_scale_factor: scale factors.
         fingerprint: of the model that the profile must belong to; None = not compared.
+        screen: "int8" where prefill is screened, so that a profile gives the thresholds of that.
 
     Raises:
-        ValueError: none or several of the three ways are used, half of one is missing, or a value is out
-            of range.
+        TypeError: screen is no text.
+        ValueError: none or several of the three ways are used, half of one is missing, a value is out of
+            range, or a screen is wanted in a prefill that is dense.
         ProfileError: the profile cannot be read, belongs to another model or lacks a phase.
     """
+    rules = _resolve(profile, target_sparsity, threshold, threshold_scale_factor, fingerprint, screen)
+    if check_screen_name(screen) and rules["prefill"].kind == "dense":
+        raise ValueError(f"screen: got {screen!r} for a prefill that is {rules['prefill']}")
+    return rules
+
+
+def _resolve(
+    profile: Profile | str | None,
+    target_sparsity: PerPhase | None,
+    threshold: PerPhase | None,
+    threshold_scale_factor: PerPhase | None,
+    fingerprint: str | None,
+    screen: str | None,
+) -> dict[Phase, ThresholdRule]:
+    """`resolve_rules`, whatever it says of a dense prefill."""
     ways = {
         "profile and target_sparsity": profile is not None or target_sparsity is not None,
         "threshold": threshold is not None,
@@ -168,9 +187,10 @@ def resolve_rules(
         raise ValueError("target_sparsity: needs profile=, a target means nothing without a calibration")
     elif isinstance(profile, Profile):
         profile.require_match(fingerprint=fingerprint)
-        return _rules_from_profile(profile, f"profile of {profile.model.name}", target_sparsity)
+        name = f"profile of {profile.model.name}"
+        return _rules_from_profile(profile.for_screen(screen), name, target_sparsity)
     else:
-        loaded = load_profile(profile, fingerprint=fingerprint)
+        loaded = load_profile(profile, fingerprint=fingerprint).for_screen(screen)
         return _rules_from_profile(loaded, f"profile {profile}", target_sparsity)
     rules: dict[Phase, ThresholdRule] = {}
     for phase, value in values.items():

@@ -48,6 +48,7 @@ class Enabled:
         impl: backend asked for.
         max_skipped_mass: error budget, or None.
         dense_tail: rows at the end of a prefill call that skip nothing.
+        screen: "int8" where prefill decides from 8-bit copies, or None.
     """
 
     served: tuple[str, ...]
@@ -55,6 +56,7 @@ class Enabled:
     impl: str
     max_skipped_mass: float | None
     dense_tail: int
+    screen: str | None
     _session: Session
 
     @property
@@ -67,6 +69,8 @@ class Enabled:
     def __str__(self) -> str:
         lines = [f"blasst serves {len(self.served)} attention layers (impl={self.impl})"]
         lines += [f"  {phase}: {self.thresholds[phase]}" for phase in PHASES]
+        if self.screen is not None:
+            lines.append(f"  screen: prefill decides from {self.screen} copies of Q and K")
         if self.max_skipped_mass is not None:
             lines.append(
                 f"  error budget: at most {self.max_skipped_mass:g} skipped mass per kept mass of a row"
@@ -96,12 +100,15 @@ def _make_session(
     threshold_scale_factor: PerPhase | None = None,
     max_skipped_mass: float | None = None,
     dense_tail: int | None = None,
+    screen: str | None = None,
     ignore: Sequence[str] = (),
     impl: str = "auto",
     collect_counts: bool = False,
     measure_skipped_mass: bool = False,
 ) -> tuple[Session, Enabled]:
     checks.check_max_skipped_mass(max_skipped_mass, has_threshold=True)
+    if screen is not None and max_skipped_mass is not None:
+        raise ValueError("screen: got it beside max_skipped_mass, which needs the scores of every tile")
     if impl not in IMPLS:
         raise ValueError(f"impl: got {impl!r}, wants one of {', '.join(IMPLS)}")
     checks.check_flag("collect_counts", collect_counts)
@@ -114,11 +121,11 @@ def _make_session(
         raise TypeError(f"profile: got {profile!r}, wants a path or a Profile")
     path = fspath(profile) if isinstance(profile, PathLike) else profile
     fingerprint = _fingerprint(model) if profile is not None else None
-    rules = resolve_rules(path, target_sparsity, threshold, threshold_scale_factor, fingerprint)
+    rules = resolve_rules(path, target_sparsity, threshold, threshold_scale_factor, fingerprint, screen)
     tail = checks.check_dense_tail(rules["prefill"].dense_tail if dense_tail is None else dense_tail)
-    handler = SparseHandler(rules, impl, max_skipped_mass, tail, collect_counts, measure_skipped_mass)
+    handler = SparseHandler(rules, impl, max_skipped_mass, tail, screen, collect_counts, measure_skipped_mass)
     session = Session.create(model, handler, ignore)
-    return session, Enabled(session.served, rules, impl, max_skipped_mass, tail, session)
+    return session, Enabled(session.served, rules, impl, max_skipped_mass, tail, screen, session)
 
 
 def enable(
@@ -130,6 +137,7 @@ def enable(
     threshold_scale_factor: PerPhase | None = None,
     max_skipped_mass: float | None = None,
     dense_tail: int | None = None,
+    screen: str | None = None,
     ignore: Sequence[str] = (),
     impl: str = "auto",
     collect_counts: bool = False,
@@ -156,6 +164,10 @@ def enable(
         max_skipped_mass: error budget in (0, 1) on top of the threshold, or None.
         dense_tail: rows at the end of a prompt (in chunked prefill of each chunk) that skip nothing; None =
             what the profile was counted with, 0 without a profile.
+        screen: "int8": prefill decides from 8-bit copies of Q and K, a rule of its own with thresholds of its
+            own (`blasst_attn_func`, docs/method.md): a profile must have been counted for it. Not beside
+            max_skipped_mass; the reference and the eager kernel serve it, and nothing gets faster yet.
+            Decode stays as it is. None (default) = the other rule.
         ignore: fnmatch patterns on module names, for example "model.layers.0.*".
         impl: backend of the public functions: "auto", "eager", "triton" or "reference".
         collect_counts: count skipped and visited tiles for `attention_stats`; changes no output.
@@ -178,6 +190,7 @@ def enable(
         threshold_scale_factor=threshold_scale_factor,
         max_skipped_mass=max_skipped_mass,
         dense_tail=dense_tail,
+        screen=screen,
         ignore=ignore,
         impl=impl,
         collect_counts=collect_counts,
@@ -209,6 +222,7 @@ def sparse_attention(
     threshold_scale_factor: PerPhase | None = None,
     max_skipped_mass: float | None = None,
     dense_tail: int | None = None,
+    screen: str | None = None,
     ignore: Sequence[str] = (),
     impl: str = "auto",
     collect_counts: bool = False,
@@ -224,6 +238,7 @@ def sparse_attention(
         threshold_scale_factor: see `enable`.
         max_skipped_mass: see `enable`.
         dense_tail: see `enable`.
+        screen: see `enable`.
         ignore: see `enable`.
         impl: see `enable`.
         collect_counts: see `enable`.
@@ -241,6 +256,7 @@ def sparse_attention(
         threshold_scale_factor=threshold_scale_factor,
         max_skipped_mass=max_skipped_mass,
         dense_tail=dense_tail,
+        screen=screen,
         ignore=ignore,
         impl=impl,
         collect_counts=collect_counts,

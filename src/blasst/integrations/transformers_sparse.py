@@ -115,6 +115,7 @@ class SparseHandler:
         impl: backend of the public functions.
         max_skipped_mass: error budget, or None.
         dense_tail: rows at the end of a prefill call that skip nothing.
+        screen: "int8" or None, for prefill.
         collect_counts: add up tile counts.
         measure_skipped_mass: also run the dense kernel and compare log-sum-exps.
         counters: tile counts.
@@ -126,6 +127,7 @@ class SparseHandler:
     impl: str = "auto"
     max_skipped_mass: float | None = None
     dense_tail: int = 0
+    screen: str | None = None
     collect_counts: bool = False
     measure_skipped_mass: bool = False
     counters: Counters = field(default_factory=Counters)
@@ -163,7 +165,7 @@ class SparseHandler:
         rule = self.rules[call.phase]
         if rule.kind == "dense":
             return call.native()
-        tail = {"dense_tail": self.dense_tail} if call.phase == "prefill" else {}
+        prefill = {"dense_tail": self.dense_tail, "screen": self.screen}
         result = attend(
             call,
             self._threshold(call, rule),
@@ -172,7 +174,7 @@ class SparseHandler:
             return_lse=self.measure_skipped_mass,
             return_mass_bound=self.measure_skipped_mass,
             impl=self.impl,
-            **tail,
+            **(prefill if call.phase == "prefill" else {}),
         )
         if result.counts is not None:
             self.counters.add(layer.index, call.phase, result.counts)

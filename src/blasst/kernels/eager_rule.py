@@ -48,8 +48,7 @@ class ScoredTiles:
         Args:
             rows_per_vote: rows that vote together; default all of them.
         """
-        gap = (self.tile_max - self.compare).nan_to_num(nan=math.inf, posinf=math.inf, neginf=_LOWEST)
-        gap = gap.masked_fill(~self.concerned, _LOWEST)
+        gap = row_margins(self.tile_max, self.compare, self.concerned)
         size = rows_per_vote or gap.shape[1]
         spare = -gap.shape[1] % size
         gap = torch.nn.functional.pad(gap, (0, 0, 0, spare), value=_LOWEST).unflatten(1, (-1, size)).amax(2)
@@ -87,6 +86,12 @@ class ScoredTiles:
         first = self.tiles.start * tile_key
         key = torch.arange(first, first + len(self.tiles) * tile_key, device=self.scores.device)
         return (key >= self.begin[:, None]) & (key < self.end[:, None])
+
+
+def row_margins(tile_max: Tensor, compare: Tensor, concerned: Tensor) -> Tensor:
+    """tile_max (heads, rows, tiles) minus compare; inf for NaN, -inf where a row sees nothing."""
+    gap = (tile_max - compare).nan_to_num(nan=math.inf, posinf=math.inf, neginf=_LOWEST)
+    return gap.masked_fill(~concerned, _LOWEST)
 
 
 def _group_view(value: Tensor, tile_key: int) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from blasst.calibrate.assemble import build_profile
 from blasst.calibrate.collect import CountTable, collect
 from blasst.calibrate.prompts import calibration_prompts
-from blasst.core.phase_fit import SERVING_RULES, CountingRule
+from blasst.core.int8_screen import check_screen_name
+from blasst.core.phase_fit import SCREENED_RULE, SERVING_RULES, CountingRule
 from blasst.core.profile import DataInfo, ModelInfo, Profile, model_fingerprint
 from blasst.core.types import PHASES, Phase
 from blasst.evals.models import LoadedModel
@@ -28,6 +29,7 @@ class CalibrationPlan:
         seed: of the prompts.
         target_sparsity: default target to keep in the profile, checked to be reachable; None = no default.
         rules: tile shape and order to count in; a phase that is not there is not calibrated.
+        screen: "int8": count prefill for `screen="int8"` too, in another pass, with the same dense tail.
     """
 
     lengths: tuple[int, ...]
@@ -36,6 +38,12 @@ class CalibrationPlan:
     seed: int = 0
     target_sparsity: float | None = None
     rules: Mapping[Phase, CountingRule] = field(default_factory=lambda: SERVING_RULES)
+    screen: str | None = None
+
+    def __post_init__(self) -> None:
+        order = getattr(self.rules.get("prefill"), "order", None)
+        if check_screen_name(self.screen) and order != SERVING_RULES["prefill"].order:
+            raise ValueError('screen: got "int8" beside the tiles of another engine, want those of blasst')
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -44,7 +52,7 @@ class CalibrationPlan:
 
 
 def calibrate_model(loaded: LoadedModel, plan: CalibrationPlan, progress: Progress | None = None) -> Profile:
-    """One dense forward pass per prompt, then the fit.
+    """One dense forward pass per prompt, a second one for a screen, then the fit.
 
     Args:
         loaded: model and tokenizer.
@@ -60,20 +68,32 @@ def calibrate_model(loaded: LoadedModel, plan: CalibrationPlan, progress: Progre
         raise ValueError(f"lengths: {max(plan.lengths)} tokens asked for, the model takes {limit}")
     lengths = _fitting(plan.lengths, plan.decode_tokens, limit)
     prompts = calibration_prompts(loaded.tokenizer, lengths, per_kind=plan.per_kind, seed=plan.seed)
-    table = collect(
-        loaded.model,
-        loaded.tokenizer,
-        prompts,
-        phases=plan.phases,
-        decode_tokens=plan.decode_tokens,
-        rules=plan.rules,
-        progress=progress,
-    )
-    return fit_table(table, loaded, sorted({prompt.kind for prompt in prompts}), plan.target_sparsity)
+
+    def count(phases: Sequence[Phase], rules: Mapping[Phase, CountingRule]) -> CountTable:
+        return collect(
+            loaded.model,
+            loaded.tokenizer,
+            prompts,
+            phases=phases,
+            decode_tokens=plan.decode_tokens,
+            rules=rules,
+            progress=progress,
+        )
+
+    screened = None
+    if check_screen_name(plan.screen):
+        rule = replace(SCREENED_RULE, dense_tail=plan.rules["prefill"].dense_tail)
+        screened = count(["prefill"], {"prefill": rule})
+    kinds = {prompt.kind for prompt in prompts}
+    return fit_table(count(plan.phases, plan.rules), loaded, sorted(kinds), plan.target_sparsity, screened)
 
 
 def fit_table(
-    table: CountTable, loaded: LoadedModel, kinds: Sequence[str], target_sparsity: float | None = None
+    table: CountTable,
+    loaded: LoadedModel,
+    kinds: Sequence[str],
+    target_sparsity: float | None = None,
+    screened: CountTable | None = None,
 ) -> Profile:
     """The profile of a model from its counts.
 
@@ -82,6 +102,7 @@ def fit_table(
         loaded: the model they were counted on.
         kinds: kinds of the prompts.
         target_sparsity: default target to keep in the profile; None = no default.
+        screened: counts of the same prompts for `screen="int8"`, or None.
 
     Raises:
         CalibrationError: the counts cannot be fitted, or the target is out of reach.
@@ -91,6 +112,7 @@ def fit_table(
         model_info=ModelInfo(loaded.name, model_fingerprint(loaded.model.config.to_dict())),
         data_info=DataInfo(table.data_hash, table.num_prompts, tuple(sorted(kinds))),
         target_sparsity=target_sparsity,
+        screened=screened,
     )
 
 
@@ -100,17 +122,17 @@ def _fitting(lengths: Sequence[int], decode_tokens: int, limit: int | None) -> l
 
 
 def profile_summary(profile: Profile) -> list[dict[str, Any]]:
-    """One row per phase for a table: selected model, its fit, and what was observed.
+    """One row per fit for a table: selected model, its fit, and what was observed.
 
     Args:
         profile: what calibration made.
     """
     rows = []
-    for phase, fit in profile.phases.items():
+    for name, fit in profile.fits.items():
         held_out = [r for r in fit.residuals if r.model == fit.selected and r.held_out]
         rows.append(
             {
-                "phase": phase,
+                "phase": name,
                 "model": fit.selected,
                 "chosen by": fit.selected_by,
                 "r2": fit.model.r2,
