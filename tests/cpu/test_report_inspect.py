@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from blasst.evals.compare import Comparison, MassSummary
+from blasst.evals.comparison import Comparison, MassSummary
 from blasst.report import demo
 from blasst.report.inspect import inspect_sequence, mass_histogram, skip_map
 from blasst.report.workers import Job, WorkerPool

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blasst.core.errors import BlasstError, UnsupportedError
+from blasst.evals.comparison import Comparison, LayerError, mass_summaries
 
 
 class QualityError(BlasstError):
@@ -22,78 +22,6 @@ class QualityError(BlasstError):
     def __init__(self, message: str, ignore: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.ignore = tuple(ignore)
-
-
-@dataclass(frozen=True)
-class MassSummary:
-    """Skipped softmax weight of attention rows, 0..1.
-
-    Attributes:
-        n: rows looked at.
-        mean: mean over rows.
-        p99: 99th percentile, of a sample.
-        max: largest.
-    """
-
-    n: int
-    mean: float
-    p99: float
-    max: float
-
-
-@dataclass(frozen=True)
-class LayerError:
-    """What skipping took from one layer in one phase.
-
-    Attributes:
-        layer: module name.
-        phase: "prefill" or "decode".
-        sparsity: skipped over visited tiles, 0..1.
-        mean_skipped_mass: skipped softmax weight, mean over rows, 0..1; None when not measured. The error of
-            a row is at most twice its skipped weight times the largest value vector.
-        max_skipped_mass: of the worst row; None when not measured.
-        head_skipped_mass: mean of each query head; empty when not measured.
-    """
-
-    layer: str
-    phase: str
-    sparsity: float
-    mean_skipped_mass: float | None
-    max_skipped_mass: float | None
-    head_skipped_mass: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Model-level agreement with dense attention.
-
-    Attributes:
-        num_tokens: predicted tokens that entered the means.
-        nll_dense: mean negative log-likelihood per token, nats.
-        nll_sparse: the same under sparse attention.
-        kl: mean KL(dense || sparse) of the next-token distribution, nats.
-        top1_agreement: share of positions whose most likely next token is the same, 0..1.
-        skipped_mass: per phase; empty when not measured.
-        sparsity: skipped over visited tiles per phase, 0..1.
-        layers: one record per layer and phase that ran, prefill first, layers in model order.
-        mass_bound: what the kernels certify about skipped_mass, per phase; a row's bound is not below its
-            skipped mass.
-    """
-
-    num_tokens: int
-    nll_dense: float
-    nll_sparse: float
-    kl: float
-    top1_agreement: float
-    skipped_mass: Mapping[str, MassSummary]
-    sparsity: Mapping[str, float]
-    layers: tuple[LayerError, ...] = field(default=(), repr=False)
-    mass_bound: Mapping[str, MassSummary] = field(default_factory=dict, repr=False)
-
-    @property
-    def nll_difference(self) -> float:
-        """nll_sparse - nll_dense."""
-        return self.nll_sparse - self.nll_dense
 
 
 def compare(
@@ -196,10 +124,10 @@ def compare_conditions(
                 nll_sparse=nll_sparse,
                 kl=kl,
                 top1_agreement=equal,
-                skipped_mass=_mass_summaries(masses),
+                skipped_mass=mass_summaries(masses),
                 sparsity=_sparsity(stats),
                 layers=_layer_errors(stats, layer_masses),
-                mass_bound=_mass_summaries(bounds),
+                mass_bound=mass_summaries(bounds),
             )
     return comparisons
 
@@ -368,13 +296,6 @@ def _agreement(model: Any, dense: Tensor, sparse: Tensor, targets: Tensor, chunk
         parts = (-log_p.gather(1, target), -log_q.gather(1, target), kl, equal)
         sums += torch.stack([part.sum(dtype=torch.float64).cpu() for part in parts])
     return sums
-
-
-def _mass_summaries(masses: Mapping[Any, Mapping[str, float]]) -> dict[str, MassSummary]:
-    return {
-        phase: MassSummary(int(mass["rows"]), mass["mean"], mass["p99"], mass["max"])
-        for phase, mass in masses.items()
-    }
 
 
 def _sparsity(records: Sequence[Any]) -> dict[str, float]:

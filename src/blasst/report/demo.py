@@ -17,7 +17,8 @@ from blasst.calibrate.collect import CountTable, collect
 from blasst.calibrate.prompts import PROMPT_KINDS, Prompt, calibration_prompts, prompts_hash
 from blasst.core.profile import Profile
 from blasst.core.types import PHASES, PREFILL_TILE
-from blasst.evals.compare import Comparison, compare_conditions
+from blasst.evals.compare import compare_conditions
+from blasst.evals.comparison import Comparison
 from blasst.evals.models import LoadedModel, load_smollm2
 from blasst.evals.run import TaskResults, run_tasks
 from blasst.report.calibration import fit_table
