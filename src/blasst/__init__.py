@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         skipped_mass_summary,
         sparse_attention,
     )
+    from blasst.integrations.transformers_cache import ScreenedCache
     from blasst.kernels.select import backend_used
     from blasst.sdpa import attention
 
@@ -33,6 +34,7 @@ __all__ = [
     "KeyCodes",
     "ProfileError",
     "ProgressiveKeys",
+    "ScreenedCache",
     "SkipCounts",
     "UnsupportedError",
     "__version__",
@@ -58,6 +60,7 @@ _LAZY = {
     "AttentionOutput": "blasst.core.types",
     "KeyCodes": "blasst.core.key_codes",
     "ProgressiveKeys": "blasst.core.progressive_keys",
+    "ScreenedCache": "blasst.integrations.transformers_cache",
     "SkipCounts": "blasst.core.types",
     "attention": "blasst.sdpa",
     "attention_stats": "blasst.integrations.transformers",

@@ -1,9 +1,9 @@
 """Keys of a cache in 16-bit fixed point, of which a decode call may read the upper bits alone.
 
 The layout of a tile of 64 keys of a KV head is 128 rows of head_dim bytes. With b upper bits, rows 0 to
-8 b - 1 are the codes of `KeyCodes`, so the same bound reads them; rows 8 b to 63 hold the other 8 - b bits of
-the upper byte, packed in the same way; row 64 + i is the lower byte of key i. A tile that is not encoded takes
-the same 128 rows for its 64 keys as they came, two bytes each.
+8 b - 1 are the codes of `KeyCodes`, so the same bound reads them; rows 8 b to 63 hold the other 8 - b bits
+of the upper byte, packed in the same way; row 64 + i is the lower byte of key i. A tile that is not encoded
+takes the same 128 rows for its 64 keys as they came, two bytes each.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ProgressiveKeys:
     key as stored is `low + step * 2**(bits - 16) * (c + 1/2)`, rounded to float32 and then to `dtype`: what
     one fused multiply-add and one conversion give, so that a kernel multiplies it in 16-bit matrix units as
     any other key. Before the rounding it is within half a fine step, `step * 2**(bits - 17)`, of the key that
-    came; that is a number of `dtype` too, so rounding moves it by no more, and the bin of the upper bits still
+    came. That is a number of `dtype`, so rounding moves it by no more, and the bin of the upper bits still
     holds it. A key of more than 1/128 (bfloat16; float16: 1/16) of the width of its channel, and no less than
     2**-20, comes back as it was.
 
