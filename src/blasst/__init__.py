@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from blasst.core.key_codes import KeyCodes
     from blasst.core.merge import merge_attention
     from blasst.core.profile import load_profile
+    from blasst.core.progressive_keys import ProgressiveKeys
     from blasst.core.types import AttentionOutput, SkipCounts
     from blasst.functional import blasst_attn_func, blasst_attn_varlen_func, blasst_attn_with_kvcache
     from blasst.integrations.transformers import (
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         skipped_mass_summary,
         sparse_attention,
     )
+    from blasst.integrations.transformers_cache import ScreenedCache
     from blasst.kernels.select import backend_used
     from blasst.sdpa import attention
 
@@ -31,6 +33,8 @@ __all__ = [
     "CalibrationError",
     "KeyCodes",
     "ProfileError",
+    "ProgressiveKeys",
+    "ScreenedCache",
     "SkipCounts",
     "UnsupportedError",
     "__version__",
@@ -55,6 +59,8 @@ __all__ = [
 _LAZY = {
     "AttentionOutput": "blasst.core.types",
     "KeyCodes": "blasst.core.key_codes",
+    "ProgressiveKeys": "blasst.core.progressive_keys",
+    "ScreenedCache": "blasst.integrations.transformers_cache",
     "SkipCounts": "blasst.core.types",
     "attention": "blasst.sdpa",
     "attention_stats": "blasst.integrations.transformers",

@@ -14,6 +14,7 @@ from blasst.core.cache import append_to_cache, check_new_keys
 from blasst.core.int8_screen import with_screen
 from blasst.core.key_codes import KeyCodes
 from blasst.core.problem import AttentionProblem
+from blasst.core.progressive_keys import ProgressiveKeys, with_progressive_keys
 from blasst.core.threshold import threshold_from_scale_factor
 from blasst.core.types import MAX_DECODE_TOKENS, AttentionOutput, Phase
 from blasst.kernels import op, repeats, select
@@ -267,7 +268,7 @@ def blasst_attn_varlen_func(
 
 def blasst_attn_with_kvcache(
     q: Tensor,
-    k_cache: Tensor,
+    k_cache: Tensor | ProgressiveKeys,
     v_cache: Tensor,
     k: Tensor | None = None,
     v: Tensor | None = None,
@@ -303,7 +304,9 @@ def blasst_attn_with_kvcache(
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), float16, bfloat16 or float32.
         k_cache: (batch, capacity, num_kv_heads, head_dim), or pages (num_pages, page_size, num_kv_heads,
-            head_dim) with block_table. Dtype of q, or float8_e4m3fn together with v_cache.
+            head_dim) with block_table. Dtype of q, or float8_e4m3fn together with v_cache. Or
+            `ProgressiveKeys` of that shape (pages of multiples of 64 slots): attention is that of the keys as
+            stored, and tiles are screened as with screen, in calls that go with it.
         v_cache: like k_cache, with head_dim_v; may share storage with k_cache (MLA).
         k: (batch, new, num_kv_heads, head_dim) keys to write into k_cache at cache_seqlens, in place. Dtype
             of k_cache; beside a float8_e4m3fn cache that of q as well, then divided by k_descale, clamped to
@@ -328,14 +331,14 @@ def blasst_attn_with_kvcache(
         block_mask: as in `blasst_attn_func`; under the decode rule (batch, num_kv_heads, 1, key tiles) in
             tiles of 64 keys that cover the capacity. The anchors are then the first and the last two tiles
             that it leaves.
-        screen: codes of the keys in k_cache, from which many tiles are known to be skipped before they are
-            scored; every result is the same bit for bit. Under the decode rule, with a threshold, without
-            max_skipped_mass, return_mass_bound, cache_leftpad and a float8_e4m3fn cache. Codes of tiles that
-            k completes are made by this call; see `KeyCodes` for keys written otherwise. With more than 8
-            new tokens "int8", as in `blasst_attn_func`. None = none.
+        screen: codes of the keys in a k_cache that is a tensor, from which many tiles are known to be skipped
+            before they are scored; every result is the same bit for bit. Under the decode rule, with a
+            threshold, without max_skipped_mass, return_mass_bound, cache_leftpad and a float8_e4m3fn cache.
+            Codes of tiles that k completes are made by this call; see `KeyCodes` for keys written otherwise.
+            With more than 8 new tokens "int8", as in `blasst_attn_func`. None = none.
         return_lse: fill AttentionOutput.lse.
         return_counts: fill AttentionOutput.counts; (batch, num_kv_heads) under the decode rule. With screen
-            also counts.screened.
+            or progressive keys also counts.screened, where the call was screened.
         return_mass_bound: fill AttentionOutput.mass_bound.
         return_kept_tiles: fill AttentionOutput.kept_tiles.
         impl: as in `blasst_attn_func`.
@@ -356,7 +359,10 @@ def blasst_attn_with_kvcache(
     key, number = None, threshold if type(threshold) is float and 0 <= threshold <= 1 else None
     given = None if number is not None else threshold
     plain = k is None and v is None and threshold_scale_factor is None and block_mask is None
-    plain = plain and screen is None
+    store = k_cache if isinstance(k_cache, ProgressiveKeys) else None
+    if isinstance(k_cache, ProgressiveKeys):
+        k_cache = k_cache.stand_in()  # until the new keys are in
+    plain = plain and screen is None and store is None
     if plain and cache_seqlens is not None:
         settings = (causal, softmax_scale, window_size, softcap, max_skipped_mass, return_lse, return_counts)
         key = repeats.call_key(
@@ -435,14 +441,23 @@ def blasst_attn_with_kvcache(
         k_descale=k_scale,
         v_descale=v_scale,
     )
-    problem = with_screen(problem, screen)
+    if store is None:
+        problem = with_screen(problem, screen)
+    else:
+        problem = replace(problem, progressive=True)
+        store.check_call(screen, block_table)
     if k is not None and v is not None:
         if not torch.compiler.is_compiling():
             select.choose(problem, impl)  # a call that cannot be served must leave the cache alone
-        append_to_cache(k_cache, v_cache, k, v, before, block_table, k_scale, v_scale)
+        if store is not None:
+            store.append(k, before, block_table)
+        own_keys = k_cache if store is None else None
+        append_to_cache(own_keys, v_cache, k, v, before, block_table, k_scale, v_scale)
         if isinstance(screen, KeyCodes):
             screen.truncate(before)
             screen.append(k_cache, lengths, block_table)
+    if store is not None:
+        problem = with_progressive_keys(problem, store)
     result = op.call(problem, impl, return_lse)
     if key is not None:
         repeats.remember(key, problem, return_lse, *tensors)

@@ -17,6 +17,7 @@ import torch
 
 from blasst import (
     KeyCodes,
+    ProgressiveKeys,
     UnsupportedError,
     blasst_attn_func,
     blasst_attn_varlen_func,
@@ -142,6 +143,11 @@ def screened(tokens: int) -> Callable[..., object]:
     return partial(blasst_attn_with_kvcache, *x, screen=KeyCodes.from_keys(x[1], 4), threshold=0.1)
 
 
+def progressive(tokens: int) -> Callable[..., object]:
+    q, k, v = tensors(tokens)
+    return partial(blasst_attn_with_kvcache, q, ProgressiveKeys.from_keys(k), v, threshold=0.1)
+
+
 @dataclass(frozen=True)
 class Row:
     """One line: a feature, its calls of each phase, and where it is tested.
@@ -252,6 +258,7 @@ ROWS = [
     ),
     Row("`block_mask`", masked, ("cpu/test_block_mask.py",)),
     Row("`screen`, which saves nothing there yet", screened, ("cpu/test_screen.py",), phases=(2,)),
+    Row("`ProgressiveKeys`, likewise", progressive, ("cpu/test_progressive_keys.py",)),
     Row('`screen="int8"`, likewise', of(screen="int8"), ("cpu/test_int8_screen.py",), phases=(40,)),
     Row(
         '`screen="int8"` with pages, and with `cache_leftpad`',

@@ -286,7 +286,8 @@ def test_the_op_passes_torchs_own_checks(form, dtype):
     scale = full(SCALES[form])
     arguments = (
         q, k.to(dtype), v.to(dtype), "decode", torch.full((2,), 0.05), 0.25, True, [-1, -1], 0.0, None, None,
-        None, None, None, None, None, 1, 700, scale, scale, None, 0, (), False, True, True, True, "eager",
+        None, None, None, None, None, 1, 700, scale, scale, None, 0, (), False, False, True, True, True,
+        "eager",
     )  # fmt: skip
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if dtype != FP8:  # this one multiplies the arguments, which torch cannot in fp8

@@ -325,6 +325,7 @@ def arguments(phase, **change):
         "dense_tail": 0,
         "screen": (),
         "int8_screen": False,
+        "progressive": False,
         "want_counts": True,
         "want_mass_bound": True,
         "want_kept_tiles": True,

@@ -378,8 +378,8 @@ def test_the_op_passes_torchs_own_checks_and_compiles_as_one_graph():
         assert torch.equal(a, b) and bool((b != 0).any())
     arguments = (
         *inputs, "decode", torch.full((1,), 0.05), 0.25, True, [-1, -1], 0.0, None, None, None, None, lengths,
-        None, None, 1, 700, None, None, None, 0, (codes.codes, codes.low, codes.step), False, True, False,
-        True, "eager",
+        None, None, 1, 700, None, None, None, 0, (codes.codes, codes.low, codes.step), False, False, True,
+        False, True, "eager",
     )  # fmt: skip
     results = torch.library.opcheck(torch.ops.blasst.attention, arguments)
     assert set(results.values()) == {"SUCCESS"}

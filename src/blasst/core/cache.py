@@ -43,7 +43,7 @@ def quantize(x: Tensor, descale: Tensor | None) -> Tensor:
 
 
 def append_to_cache(
-    k_cache: Tensor,
+    k_cache: Tensor | None,
     v_cache: Tensor,
     k: Tensor,
     v: Tensor,
@@ -55,7 +55,8 @@ def append_to_cache(
     """Write new keys and values behind the cached ones, in place; all checks were done before.
 
     Args:
-        k_cache: (batch, capacity, num_kv_heads, head_dim), or pages with a block_table.
+        k_cache: (batch, capacity, num_kv_heads, head_dim), or pages with a block_table; None = k is written
+            by whoever stores the keys.
         v_cache: like k_cache, with head_dim_v.
         k: (batch, new, num_kv_heads, head_dim).
         v: (batch, new, num_kv_heads, head_dim_v).
@@ -69,9 +70,11 @@ def append_to_cache(
     if block_table is None:
         place = (torch.arange(lengths.shape[0], device=lengths.device)[:, None].expand_as(slot), slot)
     else:
-        page_size = k_cache.shape[1]
+        page_size = v_cache.shape[1]
         place = (block_table.long().gather(1, slot // page_size), slot % page_size)
     for cache, new, descale in ((k_cache, k, k_descale), (v_cache, v, v_descale)):
+        if cache is None:
+            continue
         if cache.dtype == FP8:  # torch writes no fp8 at an index on a CPU
             stored = new if new.dtype == FP8 else quantize(new, descale)
             cache.view(torch.uint8)[place] = stored.view(torch.uint8)

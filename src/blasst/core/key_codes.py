@@ -115,7 +115,7 @@ class KeyCodes:
             ValueError: a wrong value, shape or device.
             UnsupportedError: keys of another dtype.
         """
-        _check_keys(k)
+        check_keys(k)
         if block_table is not None:
             checks.check_index("block_table", block_table, (None, None), k.device)
         batch = k.shape[0] if block_table is None else block_table.shape[0]
@@ -147,7 +147,7 @@ class KeyCodes:
             ValueError: a wrong value, shape or device.
             UnsupportedError: keys of another dtype than float16, bfloat16 and float32.
         """
-        _check_keys(k)
+        check_keys(k)
         batch, tiles, heads = self.codes.shape[:3]
         wanted = (batch if block_table is None else k.shape[0], k.shape[1], heads, self.codes.shape[4])
         if tuple(k.shape) != wanted:
@@ -172,9 +172,9 @@ class KeyCodes:
             for first in range(begin, end, _TILES_AT_ONCE):
                 part = slice(first, min(first + _TILES_AT_ONCE, end))
                 tile_keys = keys[part.start * _TILE : part.stop * _TILE].unflatten(0, (-1, _TILE))
-                low, step, code = _encode(tile_keys.transpose(1, 2), self.bits)
+                low, step, code = encode(tile_keys.transpose(1, 2), self.bits)
                 self.low[index, part], self.step[index, part] = low, step
-                self.codes[index, part] = pack_codes(code, self.bits)
+                self.codes[index, part] = pack_codes(code.to(torch.uint8), self.bits)
             self.encoded[index] = end
 
     def truncate(self, cache_seqlens: Tensor | int) -> None:
@@ -189,6 +189,37 @@ class KeyCodes:
             ValueError: a negative length, or a wrong shape.
         """
         self._forget(self._lengths(cache_seqlens, None))
+
+    def grown(self, capacity: int) -> KeyCodes:
+        """The same codes with room for more tiles.
+
+        Args:
+            capacity: key slots of a sequence, as in `empty`.
+
+        Raises:
+            ValueError: fewer than there is room for.
+        """
+        batch, tiles, heads, _, dim = self.codes.shape
+        if capacity // _TILE < tiles:
+            raise ValueError(f"capacity: got {capacity}, want at least {tiles * _TILE}")
+        more = KeyCodes.empty(
+            *(batch, capacity - tiles * _TILE, heads, dim, self.bits),
+            dtype=self.dtype,
+            device=self.codes.device,
+        )
+        pairs = ((self.codes, more.codes), (self.low, more.low), (self.step, more.step))
+        codes, low, step = (torch.cat(pair, 1) for pair in pairs)
+        return KeyCodes(self.bits, self.dtype, codes, low, step, self.encoded.clone())
+
+    def select(self, indices: Tensor) -> KeyCodes:
+        """Copies of the codes of chosen sequences, in their order; for beams and batches that change.
+
+        Args:
+            indices: int64 (new batch,). Read on the host.
+        """
+        at = indices.to(self.codes.device)
+        codes, low, step = (x[at] for x in (self.codes, self.low, self.step))
+        return KeyCodes(self.bits, self.dtype, codes, low, step, self.encoded[indices.cpu()])
 
     @property
     def screenable(self) -> Tensor:
@@ -225,7 +256,8 @@ class KeyCodes:
         return lengths
 
 
-def _check_keys(k: object) -> None:
+def check_keys(k: object) -> None:
+    """A tensor of 4 dimensions in a dtype that attention computes with."""
     if not isinstance(k, Tensor):
         raise TypeError(f"k: got {type(k).__name__}, want a tensor")
     if k.dim() != 4:
@@ -234,17 +266,19 @@ def _check_keys(k: object) -> None:
         raise UnsupportedError(f"k: got dtype {k.dtype}, supported are float16, bfloat16 and float32")
 
 
-def _encode(keys: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """low and step, float16 (..., dim), and codes, uint8 (..., keys, dim).
+def encode(keys: Tensor, bits: int, finer_bits: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """low and step of each channel, float16 (..., dim), and codes, whole float64 (..., keys, dim).
 
-    The bounds of a bin are multiples of 2**-24 below 2**24, so float64 compares keys with them exactly.
+    Bounds of bins are multiples of 2**-36 of at most 53 bits (a low of many units has a step of few), so
+    float64 computes them, and compares keys with them, exactly.
 
     Args:
         keys: (..., keys, dim).
-        bits: of a code.
+        bits: of the codes that `step` is the width of.
+        finer_bits: at most 12; further low bits of each code, whose bins are `step * 2**-finer_bits` wide.
     """
     keys = keys.detach().double()
-    levels = 2**bits
+    levels, finer = 2**bits, 2**finer_bits
     smallest, largest = keys.amin(-2), keys.amax(-2)
     low = smallest.to(torch.float16)
     low = torch.where(low.double() > smallest, _next(low, -math.inf), low)
@@ -253,11 +287,12 @@ def _encode(keys: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     step = torch.where(short, _next(step, math.inf), step)
     usable = (low.isfinite() & step.isfinite()).all(-1, keepdim=True)
     low, step = torch.where(usable, low, math.nan), torch.where(usable, step, 0.0)
-    at, width = low.double()[..., None, :], step.double()[..., None, :]
-    code = ((keys - at) / width).floor().nan_to_num(0.0).clamp(0, levels - 1)  # 0 / 0: a constant channel
+    at, width = low.double()[..., None, :], step.double()[..., None, :] / finer
+    code = ((keys - at) / width).floor().nan_to_num(0.0)  # 0 / 0: a constant channel
+    code = code.clamp(0, levels * finer - 1)
     code = code - (keys < at + width * code).double()  # the quotient was rounded
     code = code + (keys > at + width * (code + 1)).double()
-    return low, step, code.to(torch.uint8)
+    return low, step, code
 
 
 def _next(x: Tensor, toward: float) -> Tensor:

@@ -50,6 +50,8 @@ class AttentionProblem:
             threshold, without budget, mass bound, descale and leftpad.
         int8_screen: tiles are skipped by bounds from 8-bit copies of Q and K instead of their scores; prefill
             only, with a threshold, without budget and mass bound.
+        progressive: k was expanded from `ProgressiveKeys`, which is what a kernel that reads their planes is
+            there to avoid; the others of a GPU refuse.
         want_counts: fill AttentionOutput.counts.
         want_mass_bound: fill AttentionOutput.mass_bound.
         want_kept_tiles: fill AttentionOutput.kept_tiles.
@@ -79,6 +81,7 @@ class AttentionProblem:
     dense_tail: int = 0
     screen: Sequence[Tensor] = ()
     int8_screen: bool = False
+    progressive: bool = False
     want_counts: bool = False
     want_mass_bound: bool = False
     want_kept_tiles: bool = False

@@ -36,17 +36,7 @@ def check_screen(screen: KeyCodes, problem: AttentionProblem) -> tuple[Tensor, T
         UnsupportedError: a call that cannot be screened.
     """
     k = problem.k
-    reason = None
-    if problem.phase != "decode":
-        reason = f"{problem.max_seqlen_q} new tokens, which follow the prefill rule; it takes 1 to 8"
-    elif problem.max_skipped_mass is not None:
-        reason = "max_skipped_mass, which needs the scores of every tile"
-    elif problem.want_mass_bound:
-        reason = "return_mass_bound, which needs the scores of every tile"
-    elif problem.leftpad_k is not None:
-        reason = "cache_leftpad"
-    elif k.dtype == FP8:
-        reason = f"a cache of {FP8}"
+    reason = not_screened_reason(problem)
     if reason is not None:
         raise UnsupportedError(f"screen: not supported beside {reason}")
     if problem.threshold is None:
@@ -67,6 +57,19 @@ def check_screen(screen: KeyCodes, problem: AttentionProblem) -> tuple[Tensor, T
             f"{k.device} like the cache"
         )
     return screen.codes, screen.low, screen.step
+
+
+def not_screened_reason(problem: AttentionProblem) -> str | None:
+    """What screening does not go with, in a call with a threshold; None = nothing."""
+    if problem.phase != "decode":
+        return f"{problem.max_seqlen_q} new tokens, which follow the prefill rule; it takes 1 to 8"
+    if problem.max_skipped_mass is not None:
+        return "max_skipped_mass, which needs the scores of every tile"
+    if problem.want_mass_bound:
+        return "return_mass_bound, which needs the scores of every tile"
+    if problem.leftpad_k is not None:
+        return "cache_leftpad"
+    return f"a cache of {FP8}" if problem.k.dtype == FP8 else None
 
 
 def upper_scores(

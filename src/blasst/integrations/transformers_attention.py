@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from blasst.core.errors import BlasstError, UnsupportedError
+from blasst.core.key_codes import KeyCodes
 from blasst.core.types import MAX_DECODE_TOKENS, Phase
+from blasst.integrations.transformers_cache import codes_of
 from blasst.integrations.transformers_layers import (
     attention_modules,
     configs_below,
@@ -57,6 +59,7 @@ class AttentionCall:
         softcap: 0 = none.
         sinks: (num_heads,) or None.
         native: runs the model's own attention: (batch, seqlen_q, num_heads, head_dim_v).
+        codes: of the keys, or None.
     """
 
     module: nn.Module
@@ -70,6 +73,7 @@ class AttentionCall:
     softcap: float
     sinks: Tensor | None
     native: Callable[[], Tensor]
+    codes: KeyCodes | None = None
 
     @property
     def scale(self) -> float:
@@ -393,5 +397,6 @@ def blasst_attention(
         softcap=softcap or 0.0,
         sinks=s_aux,
         native=native,
+        codes=codes_of(key) if key.dtype == value.dtype else None,  # a cast changes the keys
     )
     return layer.session.handler(layer, call).to(query.dtype), None

@@ -95,13 +95,16 @@ def attend(call: AttentionCall, threshold: Tensor | None, **extra: Any) -> Atten
         return blasst_attn_func(call.q, call.k[:, :used], call.v[:, :used], threshold=threshold, **options)
     if record is not None and not record.plain and not record.left_only:
         return _decode_scattered(call, threshold, options)
+    leftpad = None if record is None else record.on_device("leftpad", call.q.device)
+    screened = threshold is not None and leftpad is None and options.get("max_skipped_mass") is None
     return blasst_attn_with_kvcache(
         call.q,
         call.k,
         call.v,
         cache_seqlens=None if record is None else record.cache_seqlens(call.q.device),
-        cache_leftpad=None if record is None else record.on_device("leftpad", call.q.device),
+        cache_leftpad=leftpad,
         threshold=threshold,
+        screen=call.codes if screened else None,
         **options,
     )
 

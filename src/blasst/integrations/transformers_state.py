@@ -27,12 +27,14 @@ class LayerStats:
         phase: "prefill" or "decode".
         skipped: int64 on the CPU, (num_heads,) in prefill, (num_kv_heads,) in decode; summed over sequences.
         visited: the same shape.
+        screened: the same shape, skipped tiles whose scores were not needed; 0 without a `ScreenedCache`.
     """
 
     layer: str
     phase: Phase
     skipped: Tensor
     visited: Tensor
+    screened: Tensor
 
     @property
     def sparsity(self) -> float:
@@ -48,18 +50,22 @@ class Counters:
 
     def add(self, layer: int, phase: Phase, counts: SkipCounts) -> None:
         """Add the counts of one call."""
-        skipped, visited = counts.skipped.sum(0), counts.visited.sum(0)
+        new = SkipCounts(*(torch.zeros_like(counts.visited[0]) if x is None else x.sum(0) for x in counts))
         known = self.sums.get((layer, phase))
         if known is None:
-            self.sums[layer, phase] = SkipCounts(skipped, visited)
+            self.sums[layer, phase] = new
         else:
-            known.skipped.add_(skipped)
-            known.visited.add_(visited)
+            for total, x in zip(known, new, strict=True):
+                if total is not None and x is not None:
+                    total.add_(x)
 
     def records(self, names: tuple[str, ...]) -> list[LayerStats]:
         """One record per layer and phase, in model order, prefill first."""
         ordered = sorted(self.sums.items(), key=lambda item: (PHASES.index(item[0][1]), item[0][0]))
-        return [LayerStats(names[i], phase, c.skipped.cpu(), c.visited.cpu()) for (i, phase), c in ordered]
+        return [
+            LayerStats(names[i], phase, *(x.cpu() for x in counts if x is not None))
+            for (i, phase), counts in ordered
+        ]
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,6 +38,7 @@ _ARGUMENTS = {
     "dense_tail": "int",
     "screen": "Tensor[]",
     "int8_screen": "bool",
+    "progressive": "bool",
     "want_counts": "bool",
     "want_mass_bound": "bool",
     "want_kept_tiles": "bool",

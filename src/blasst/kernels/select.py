@@ -31,6 +31,8 @@ def _tiles_reason(problem: AttentionProblem) -> str | None:
         return "it takes no block_mask"
     if problem.int8_screen:
         return 'it takes no screen="int8"'
+    if problem.progressive:
+        return "it takes no progressive keys"
     return "it takes no screen" if problem.screen else None
 
 
