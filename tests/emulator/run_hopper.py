@@ -1,0 +1,149 @@
+"""Calls of the library's own functions on emulated Hopper kernels: its host code as it is, its device emulated.
+
+    with emulated(seed=3) as device:
+        got = blasst_attn_func(q, k, v, threshold=0.05, impl="hopper")
+    device.launches  # how many
+
+Tensors are those of the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import hopper_emulator
+import torch
+
+from blasst.kernels import hopper
+from blasst.kernels.hopper import compile as compile_
+from blasst.kernels.hopper import decode, prefill
+
+#: CTAs of the persistent prefill grid.
+PROCESSORS = 3
+
+
+@dataclass
+class Device:
+    """An emulated GPU.
+
+    Attributes:
+        seed: of the order of things, see `hopper_emulator`.
+        resident: CTAs at the same time.
+        edit: makes another text of a source file, by its name; for planted faults.
+        launches: how many there were.
+    """
+
+    seed: int = 0
+    resident: int = PROCESSORS
+    edit: Callable[[str, str], str] | None = None
+    launches: int = 0
+    _zeros: list[torch.Tensor] = field(default_factory=list)
+
+    def sources(self) -> dict[str, str]:
+        """Texts of the kernels."""
+        return {
+            name: text if self.edit is None else self.edit(name, text)
+            for name, text in compile_.sources().items()
+        }
+
+    def load_kernel(self, device: int, file: str, name: str, macros: tuple[tuple[str, int], ...]) -> Any:
+        """In the place of compile.load_kernel."""
+        return hopper_emulator.build(self.sources(), file, name, dict(macros))
+
+    def start(
+        self,
+        kernel: hopper_emulator.Kernel,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared: int,
+        stream: int,
+        params: ctypes.Structure,
+    ) -> None:
+        """In the place of launch.start."""
+        self.launches += 1
+        kernel.launch(
+            params, grid=grid, threads=threads, shared=shared, seed=self.seed, resident=self.resident
+        )
+        for zeros in self._zeros:
+            assert not bool(zeros.any()), "counters are not zero again after the launch"
+
+    def zeros(self, count: int, stream: int) -> int:
+        """In the place of decode._zeros: new ones for each launch, looked at after it."""
+        self._zeros = [torch.zeros(count, dtype=torch.int32)]
+        return self._zeros[0].data_ptr()
+
+
+class _Torch(ModuleType):
+    """torch with another GPU."""
+
+    def __init__(self, replaced: Mapping[str, Any]):
+        super().__init__("torch")
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _torch_with_a_gpu() -> _Torch:
+    stream = SimpleNamespace(cuda_stream=0)
+    cuda = SimpleNamespace(
+        device=lambda device: nullcontext(),
+        current_device=lambda: 0,
+        current_stream=lambda: stream,
+        get_device_properties=lambda device: SimpleNamespace(multi_processor_count=PROCESSORS),
+    )
+    internal = SimpleNamespace(
+        _cuda_getDevice=lambda: None,  # the index of the device "cpu"
+        _cuda_getCurrentRawStream=lambda index: 0,
+        _cuda_isCurrentStreamCapturing=lambda: False,
+    )
+    return _Torch({"cuda": cuda, "_C": internal})
+
+
+def _unsupported_reason(problem: Any) -> str | None:
+    reason = decode.unsupported_reason(problem) if problem.phase == "decode" else None
+    return reason or hopper._shape_reason(problem)
+
+
+@contextmanager
+def emulated(seed: int = 0, **options: Any) -> Iterator[Device]:
+    """Within it impl="hopper" serves CPU tensors, emulated; new memory is full of NaN.
+
+    Args:
+        seed: of the order of things.
+        options: of `Device`.
+    """
+    device = Device(seed, **options)
+    with mock.patch.object(hopper, "unsupported_reason", _unsupported_reason), _filled_memory():
+        with mock.patch.object(decode, "_zeros", device.zeros):
+            with _patched(prefill, device), _patched(decode, device):
+                yield device
+
+
+@contextmanager
+def _patched(module: ModuleType, device: Device) -> Iterator[None]:
+    replaced = {
+        "torch": _torch_with_a_gpu(),
+        "map_of": hopper_emulator.map_of,
+        "load_kernel": device.load_kernel,
+        "start": device.start,
+    }
+    with mock.patch.multiple(module, **replaced):
+        yield
+
+
+@contextmanager
+def _filled_memory() -> Iterator[None]:
+    """torch.empty gives NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
