@@ -2,25 +2,30 @@
 
 How to run a kernel (`run_hopper.py` does it for calls of the library's own functions):
 
-    kernel = build({"my.cu": text, **sources()}, "my.cu", "my_kernel", {"HEAD_DIM": 64, "BF16": 0})
+    from blasst.kernels.hopper.compile import sources  # the texts of prefill.cu, decode.cu and ptx.cuh
+    kernel = hopper_emulator.build({**sources(), "my.cu": text}, "my.cu", "my_kernel", {"BF16": 0, "FP8": 0})
     kernel.launch(params, grid=(2, 1, 1), threads=384, shared=shared_bytes, seed=0, resident=4)
 
-- `text` may include "ptx.cuh" or any other text given; `params` is the ctypes structure of the kernel's one argument,
-  pointers in it are addresses of CPU tensors, and a TensorMap is what `map_of(tensor, rows)` gives.
-- seed 0: warps take turns, copies and products happen as late as they may. Any other seed: warps drift apart,
-  copies and products happen at random moments between their issue and the wait. The output must not depend on it.
-- `EmulatorError` says what went wrong and where in the kernel's text: a deadlock with the place of every warp, one
-  arrival too many on an mbarrier, lanes that meet at different calls, shared memory out of bounds, a wgmma that reads
-  what was written without fence.proxy.async, copies or products under way at the end.
-- What is not there yet is NaN: shared memory at the start, the target of a copy until it arrives, the registers of a
-  wgmma until the wait. So a missing wait shows in the output.
+- `params` is the ctypes structure of the kernel's one argument, `struct Params` in the text. Pointers in it are
+  addresses of CPU tensors; a TensorMap in it is what `map_of(tensor, rows)` gives.
+- Seed 0: warps take turns, copies and products happen as late as they may. With any other seed warps drift
+  apart, and copies and products happen at random moments. No output may depend on it.
+- `EmulatorError` says what went wrong and where in the kernel's text: a deadlock with the place of every warp,
+  an arrival too many on an mbarrier, lanes that meet at different calls, shared memory out of bounds, a wgmma
+  that reads what was written without fence.proxy.async, copies or products under way at the end.
+- What is not there yet is NaN: shared memory at the start, the target of a copy until it arrives, registers of
+  a wgmma until the wait. So a missing wait shows in the output.
 - A PTX instruction that is not known ends `build`: add its text to translate.py and a function to ptx.h.
+- It needs g++ with binutils. Builds are kept in $BLASST_EMULATOR_DIR, default a folder among temporary files.
 
-g++ is all it needs. A thread is a fiber; products are computed once for each warp, fp32 in the order of k.
+A thread is a fiber, and threads change only inside the functions of device.h and ptx.h. A product is computed
+once for each warp, in float32, in the order of k.
 
-Not modelled: time, registers that run out (but sums of setmaxnreg), the order of memory among threads (every access is
-sequentially consistent; of the proxies only fence.proxy.async before wgmma), caches, clusters, the rounding of tensor
-cores and of ex2/lg2 (exact ones stand for them), registers of A that change while a wgmma reads them, wgmma.fence.
+Not modelled: time; registers that run out (but for sums of setmaxnreg); the order of memory (all accesses are
+sequentially consistent, and of the proxies only fence.proxy.async before wgmma is looked at); caches, clusters,
+multicast; the rounding of tensor cores and of ex2 and lg2, for which exact ones stand; registers of A that
+change while a wgmma reads them; a missing wgmma.fence; races between plain accesses with no call between them;
+global memory out of bounds.
 """
 
 from __future__ import annotations
@@ -41,7 +46,9 @@ import torch
 from translate import translate
 
 FOLDER = Path(__file__).parent
-_OWN = ("device.h", "ptx.h", "machine.h", "machine.cpp", "products.cpp")
+#: Lines of these say nothing about where a kernel stands.
+_HEADERS = ("device.h", "ptx.h")
+_MACHINE = ("scheduler", "barriers", "copies", "products")
 #: Contraction stays off, as in the compiled kernels. A debugging table of lines tells where a warp stands.
 _KERNEL_FLAGS = (
     "-O1",
@@ -79,7 +86,7 @@ class _Map(ctypes.Structure):
 
 
 def map_of(tensor: torch.Tensor, rows: int) -> Any:
-    """Tensor map of (x, rows, heads, dim), or without x, in boxes of 128 bytes of so many rows: as launch.map_of."""
+    """Tensor map of (x, rows, heads, dim), or without x, in boxes of 128 bytes x rows: as launch.map_of."""
     four = tensor if tensor.dim() == 4 else tensor.unsqueeze(0)
     outer, length, heads, dim = four.shape
     item = four.element_size()
@@ -221,6 +228,11 @@ def _run(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
+def _own_texts() -> list[tuple[str, str]]:
+    files = sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")])
+    return [(path.name, path.read_text(encoding="utf-8")) for path in files]
+
+
 @cache
 def _machine() -> str:
     """What g++ compiles for on this machine."""
@@ -230,10 +242,9 @@ def _machine() -> str:
 @cache
 def _machine_objects() -> tuple[Path, ...]:
     """The machine itself, built once."""
-    texts = [(FOLDER / part).read_text(encoding="utf-8") for part in _OWN]
-    key = hashlib.sha256(repr((texts, _MACHINE_FLAGS, _machine())).encode()).hexdigest()[:24]
+    key = hashlib.sha256(repr((_own_texts(), _MACHINE_FLAGS, _machine())).encode()).hexdigest()[:24]
     folder = cache_folder() / f"machine-{key}"
-    objects = tuple(folder / f"{part}.o" for part in ("machine", "products"))
+    objects = tuple(folder / f"{part}.o" for part in _MACHINE)
     folder.mkdir(parents=True, exist_ok=True)
     for made in objects:
         if made.exists():
@@ -268,11 +279,15 @@ def _with_lines(message: str, library: Path) -> str:
     offset = base - int(entry.group(1), 16)
 
     @cache
-    def place(address: str) -> str:
+    def place(address: str) -> list[str]:
         at = hex(int(address, 16) - offset - 1)  # inside of the call
         command = ["addr2line", "-i", "-s", "-e", str(library), at]
         lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
-        known = [re.sub(r" \(discriminator \d+\)", "", line) for line in lines if "?" not in line and line]
-        return " <- ".join(known) or address
+        known = [re.sub(r" \(discriminator \d+\)", "", line) for line in lines if line and "?" not in line]
+        return [line for line in known if not line.startswith((*_HEADERS, "kernel.cpp"))]
 
-    return re.sub(r"\bat (0x[0-9a-f]+)", lambda found: "at " + place(found.group(1)), message)
+    def places(found: re.Match[str]) -> str:
+        lines = [line for address in re.findall(r"0x[0-9a-f]+", found.group(0)) for line in place(address)]
+        return "at " + " <- ".join(lines)
+
+    return re.sub(r"\bat 0x[0-9a-f]+(?: <- at 0x[0-9a-f]+)*", places, message)

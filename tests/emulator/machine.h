@@ -25,6 +25,7 @@ struct Fiber {
     u8* stack = nullptr;
     Warp* warp = nullptr;
     u32 lane = 0, thread = 0;
+    u32 calls = 0;  // in this turn
     bool ready = true, done = false;
     const char* waits = "";  // for what
     u32 detail[2] = {};
@@ -58,6 +59,7 @@ struct Warp {
     Fiber lanes[32];
     int running = 32;
     int registers = 0;  // of setmaxnreg
+    u32 allowance = 0;  // calls of each lane in this turn
 
     // Lanes that wait in `together`.
     struct Arrival {
@@ -78,11 +80,10 @@ struct Warp {
     std::vector<u64> groups;
     u32 committed[32] = {};
 
-    bool ready() const {
-        for (const Fiber& fiber : lanes) {
-            if (fiber.ready && !fiber.done) return true;
-        }
-        return false;
+    u32 ready() const {  // lanes that can go on
+        u32 mask = 0;
+        for (const Fiber& fiber : lanes) mask |= static_cast<u32>(fiber.ready && !fiber.done) << fiber.lane;
+        return mask;
     }
     bool executable() const { return !operations.empty() && operations.front().issued == 0xFFFFFFFF; }
 };
@@ -147,6 +148,8 @@ struct Machine {
     Random random{0};
     bool in_order = true;  // no random choices: warps in turn, copies and products as late as possible
     u32 eager = 0;         // one in so many steps a copy arrives or a product is computed; 0: when all wait
+    u32 stay = 1;          // one in so many turns a warp's priority changes
+    u32 most_calls = 1;    // of a turn
     std::vector<std::unique_ptr<Cta>> ctas;
     std::deque<Load> loads;
     Fiber* running = nullptr;
@@ -157,7 +160,16 @@ struct Machine {
 };
 extern Machine machine;
 
+// scheduler.cpp
+void yield();
 void block(const char* waits, void* at, u32 detail0 = 0, u32 detail1 = 0);
+// barriers.cpp
+Mbarrier& mbarrier_at(Cta& cta, u32 address);
+void look_at(Mbarrier& barrier);
+// copies.cpp
+u8* bytes_of(Cta& cta, u32 address, u32 bytes);
+void arrive_load(size_t which);
+// products.cpp
 void execute_operation(Warp& warp);
 void finish_wait(Warp& warp, u32 in_flight);
 void move_matrices(Warp& warp, bool store);

@@ -1,4 +1,4 @@
-"""Calls of the library's own functions on emulated Hopper kernels: its host code as it is, its device emulated.
+"""The library's own functions on emulated Hopper kernels: its host code as it is, its device emulated.
 
     with emulated(seed=3) as device:
         got = blasst_attn_func(q, k, v, threshold=0.05, impl="hopper")
@@ -24,9 +24,6 @@ from blasst.kernels import hopper
 from blasst.kernels.hopper import compile as compile_
 from blasst.kernels.hopper import decode, prefill
 
-#: CTAs of the persistent prefill grid.
-PROCESSORS = 3
-
 
 @dataclass
 class Device:
@@ -34,13 +31,15 @@ class Device:
 
     Attributes:
         seed: of the order of things, see `hopper_emulator`.
+        processors: it has; CTAs of the persistent prefill grid.
         resident: CTAs at the same time.
         edit: makes another text of a source file, by its name; for planted faults.
         launches: how many there were.
     """
 
     seed: int = 0
-    resident: int = PROCESSORS
+    processors: int = 2
+    resident: int = 4
     edit: Callable[[str, str], str] | None = None
     launches: int = 0
     _zeros: list[torch.Tensor] = field(default_factory=list)
@@ -90,13 +89,13 @@ class _Torch(ModuleType):
         return getattr(torch, name)
 
 
-def _torch_with_a_gpu() -> _Torch:
+def _torch_with_a_gpu(processors: int) -> _Torch:
     stream = SimpleNamespace(cuda_stream=0)
     cuda = SimpleNamespace(
         device=lambda device: nullcontext(),
         current_device=lambda: 0,
         current_stream=lambda: stream,
-        get_device_properties=lambda device: SimpleNamespace(multi_processor_count=PROCESSORS),
+        get_device_properties=lambda device: SimpleNamespace(multi_processor_count=processors),
     )
     internal = SimpleNamespace(
         _cuda_getDevice=lambda: None,  # the index of the device "cpu"
@@ -120,16 +119,20 @@ def emulated(seed: int = 0, **options: Any) -> Iterator[Device]:
         options: of `Device`.
     """
     device = Device(seed, **options)
-    with mock.patch.object(hopper, "unsupported_reason", _unsupported_reason), _filled_memory():
-        with mock.patch.object(decode, "_zeros", device.zeros):
-            with _patched(prefill, device), _patched(decode, device):
-                yield device
+    with (
+        mock.patch.object(hopper, "unsupported_reason", _unsupported_reason),
+        mock.patch.object(decode, "_zeros", device.zeros),
+        _patched(prefill, device),
+        _patched(decode, device),
+        _filled_memory(),
+    ):
+        yield device
 
 
 @contextmanager
 def _patched(module: ModuleType, device: Device) -> Iterator[None]:
     replaced = {
-        "torch": _torch_with_a_gpu(),
+        "torch": _torch_with_a_gpu(device.processors),
         "map_of": hopper_emulator.map_of,
         "load_kernel": device.load_kernel,
         "start": device.start,

@@ -11,8 +11,8 @@ import re
 _COPY = "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 _ZEROS = " ".join(f"mov.f32 %{i}, 0f00000000;" for i in range(4))
 
-#: Text of an asm statement, white space made single -> function of ptx.h, which takes the operands in their order
-#: ("nothing" takes none of them).
+#: Text of an asm statement, white space made single -> function of ptx.h, which takes the operands in their
+#: order ("nothing" takes none of them).
 INSTRUCTIONS = {
     "": "nothing",
     "mbarrier.init.shared::cta.b64 [%0], %1;": "mbarrier_init",
