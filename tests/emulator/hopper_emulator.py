@@ -6,26 +6,27 @@ How to run a kernel (`run_hopper.py` does it for calls of the library's own func
     kernel = hopper_emulator.build({**sources(), "my.cu": text}, "my.cu", "my_kernel", {"BF16": 0, "FP8": 0})
     kernel.launch(params, grid=(2, 1, 1), threads=384, shared=shared_bytes, seed=0, resident=4)
 
-- `params` is the ctypes structure of the kernel's one argument, `struct Params` in the text. Pointers in it are
-  addresses of CPU tensors; a TensorMap in it is what `map_of(tensor, rows)` gives.
+- `params` is the ctypes structure of the kernel's one argument, `struct Params` in the text. Pointers in it
+  are addresses of CPU tensors; a TensorMap in it is what `map_of(tensor, rows)` gives.
 - Seed 0: warps take turns, copies and products happen as late as they may. With any other seed warps drift
   apart, and copies and products happen at random moments. No output may depend on it.
-- `EmulatorError` says what went wrong and where in the kernel's text: a deadlock with the place of every warp,
-  an arrival too many on an mbarrier, lanes that meet at different calls, shared memory out of bounds, a wgmma
-  that reads what was written without fence.proxy.async, copies or products under way at the end.
-- What is not there yet is NaN: shared memory at the start, the target of a copy until it arrives, registers of
-  a wgmma until the wait. So a missing wait shows in the output.
+- `EmulatorError` says what went wrong and where in the kernel's text: a deadlock with the place of every
+  warp, an arrival too many on an mbarrier, lanes that meet at different calls, shared memory out of bounds,
+  a wgmma that reads what was written without fence.proxy.async, copies or products under way at the end.
+- What is not there yet is NaN: shared memory at the start, the target of a copy until it arrives, registers
+  of a wgmma until the wait. So a missing wait shows in the output.
 - A PTX instruction that is not known ends `build`: add its text to translate.py and a function to ptx.h.
-- It needs g++ with binutils. Builds are kept in $BLASST_EMULATOR_DIR, default a folder among temporary files.
+- It needs g++ with binutils. Builds are kept in $BLASST_EMULATOR_DIR, default a folder among temporary
+  files.
 
-A thread is a fiber, and threads change only inside the functions of device.h and ptx.h. A product is computed
-once for each warp, in float32, in the order of k.
+A thread is a fiber, and threads change only inside the functions of device.h and ptx.h. A product is
+computed once for each warp: what one instruction adds up is exact, then rounded to float32.
 
-Not modelled: time; registers that run out (but for sums of setmaxnreg); the order of memory (all accesses are
-sequentially consistent, and of the proxies only fence.proxy.async before wgmma is looked at); caches, clusters,
-multicast; the rounding of tensor cores and of ex2 and lg2, for which exact ones stand; registers of A that
-change while a wgmma reads them; a missing wgmma.fence; races between plain accesses with no call between them;
-global memory out of bounds.
+Not modelled: time; registers that run out (but for sums of setmaxnreg); the order of memory (all accesses
+are sequentially consistent, and of the proxies only fence.proxy.async before wgmma is looked at); caches,
+clusters, multicast; the rounding of tensor cores and of ex2 and lg2, for which exact ones stand; registers
+of A that change while a wgmma reads them; a missing wgmma.fence; races between plain accesses with no call
+between them; global memory out of bounds.
 """
 
 from __future__ import annotations

@@ -99,12 +99,17 @@ void multiply(const Warp& warp, const Operation& operation) {
     read_operand(warp, operation.b, operation.element, operation.transpose_b, 0, columns, b, columns);
     T* const d = reinterpret_cast<T*>(operation.d->values.data());
     if (!operation.accumulate) std::fill(d, d + 16 * columns, T());
+    // The products of one instruction are added exactly, and rounded with the sum so far.
+    using Wide = std::conditional_t<std::is_same_v<T, float>, double, int>;
+    Wide sum[256];
     for (int row = 0; row < 16; ++row) {
         T* const out = d + row * columns;
+        std::copy(out, out + columns, sum);
         for (int k = 0; k < depth; ++k) {
-            const T x = a[k * 16 + row];
-            for (int column = 0; column < columns; ++column) out[column] += x * b[k * columns + column];
+            const Wide x = a[k * 16 + row];
+            for (int column = 0; column < columns; ++column) sum[column] += x * b[k * columns + column];
         }
+        for (int column = 0; column < columns; ++column) out[column] = static_cast<T>(sum[column]);
     }
 }
 

@@ -4,7 +4,10 @@
         got = blasst_attn_func(q, k, v, threshold=0.05, impl="hopper")
     device.launches  # how many
 
-Tensors are those of the CPU.
+Tensors are those of the CPU; within `cuda_is_the_cpu` they are where device="cuda" was asked for, so that device tests
+run as they are:
+
+    PYTHONPATH=src:tests/emulator python3 -m pytest --noconftest -p emulated_cuda tests/gpu/test_hopper.py
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from unittest import mock
 
 import hopper_emulator
 import torch
+from torch.overrides import TorchFunctionMode
 
 from blasst.kernels import hopper
 from blasst.kernels.hopper import compile as compile_
@@ -127,6 +131,20 @@ def emulated(seed: int = 0, **options: Any) -> Iterator[Device]:
         _filled_memory(),
     ):
         yield device
+
+
+class cuda_is_the_cpu(TorchFunctionMode):  # noqa: N801, a context
+    """Within it torch makes and moves tensors to the CPU where a caller names the device "cuda"."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it with another device."""
+        if function is torch.Tensor.cuda:
+            return args[0]
+        args = tuple("cpu" if isinstance(x, str) and x == "cuda" else x for x in args)
+        given = dict(kwargs or {})
+        if str(given.get("device", "")).startswith("cuda"):
+            given["device"] = "cpu"
+        return function(*args, **given)
 
 
 @contextmanager
