@@ -22,7 +22,6 @@ struct Cta;
 // One thread.
 struct Fiber {
     void* stack_pointer = nullptr;
-    u8* stack = nullptr;
     Warp* warp = nullptr;
     u32 lane = 0, thread = 0;
     u32 calls = 0;  // in this turn
@@ -104,6 +103,7 @@ struct NamedBarrier {
 struct Cta {
     Index index{};
     u8* shared = nullptr;
+    u8* stacks = nullptr;
     u32 shared_size = 0;
     std::vector<std::unique_ptr<Warp>> warps;
     std::unordered_map<u32, Mbarrier> mbarriers;
@@ -156,6 +156,7 @@ struct Machine {
     std::string error;
     void (*entry)(const void*) = nullptr;
     const void* params = nullptr;
+    std::vector<u8*> free_stacks;  // of CTAs that ended
     u64 polls = 0;  // turns without a result, of threads that only look
 };
 extern Machine machine;

@@ -4,8 +4,8 @@
         got = blasst_attn_func(q, k, v, threshold=0.05, impl="hopper")
     device.launches  # how many
 
-Tensors are those of the CPU; within `cuda_is_the_cpu` they are where device="cuda" was asked for, so that device tests
-run as they are:
+Tensors are those of the CPU. Within `cuda_is_the_cpu` they are so where device="cuda" was asked for: device
+tests run as they are, but for those that look at the GPU itself (memory, graphs, values not read back):
 
     PYTHONPATH=src:tests/emulator python3 -m pytest --noconftest -p emulated_cuda tests/gpu/test_hopper.py
 """
@@ -133,7 +133,7 @@ def emulated(seed: int = 0, **options: Any) -> Iterator[Device]:
         yield device
 
 
-class cuda_is_the_cpu(TorchFunctionMode):  # noqa: N801, a context
+class cuda_is_the_cpu(TorchFunctionMode):
     """Within it torch makes and moves tensors to the CPU where a caller names the device "cuda"."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -21,20 +21,23 @@ Index thread_index, block_index, block_size, grid_size;
 namespace {
 
 constexpr u64 kMaxPolls = 20'000'000;
-constexpr size_t kStackBytes = 128 * 1024;  // the last page is never touched
-std::vector<u8*> free_stacks;
+constexpr size_t kStackBytes = 128 * 1024;  // the first page is never touched
+constexpr size_t kPage = 4096;
 void* scheduler_pointer;
 
-u8* take_stack() {
-    if (free_stacks.empty()) {
-        void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (stack == MAP_FAILED) std::abort();
-        mprotect(stack, 4096, PROT_NONE);
-        free_stacks.push_back(static_cast<u8*>(stack));
+// One after the other, for the threads of a CTA; they stay until the end of a launch.
+u8* take_stacks(u32 threads) {
+    if (!machine.free_stacks.empty()) {
+        u8* const stacks = machine.free_stacks.back();
+        machine.free_stacks.pop_back();
+        return stacks;
     }
-    u8* stack = free_stacks.back();
-    free_stacks.pop_back();
-    return stack;
+    void* const place = mmap(nullptr, threads * kStackBytes, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (place == MAP_FAILED) fail("no memory for the stacks of %u threads", threads);
+    u8* const stacks = static_cast<u8*>(place);
+    for (u32 i = 0; i < threads; ++i) mprotect(stacks + i * kStackBytes, kPage, PROT_NONE);
+    return stacks;
 }
 
 }  // namespace
@@ -78,10 +81,10 @@ void emulated_switch(void** from, void* to) {
 }
 
 void* prepare_stack(u8* stack, void (*start)()) {
-    auto* context = reinterpret_cast<ucontext_t*>(stack + 4096);
+    auto* context = reinterpret_cast<ucontext_t*>(stack + kPage);
     getcontext(context);
-    context->uc_stack.ss_sp = stack + 8192;
-    context->uc_stack.ss_size = kStackBytes - 8192;
+    context->uc_stack.ss_sp = stack + 2 * kPage;
+    context->uc_stack.ss_size = kStackBytes - 2 * kPage;
     makecontext(context, start, 0);
     return context;
 }
@@ -186,6 +189,7 @@ void start_cta(u32 number, u32 threads, u32 shared) {
     std::memset(cta->shared, 0xFF, shared);
     cta->unfenced.assign(shared / 16 + 1, 0);
     cta->running = static_cast<int>(threads);
+    cta->stacks = take_stacks(threads);
     for (u32 first = 0; first < threads; first += 32) {
         auto warp = std::make_unique<Warp>();
         warp->cta = cta.get();
@@ -195,8 +199,7 @@ void start_cta(u32 number, u32 threads, u32 shared) {
             Fiber& fiber = warp->lanes[lane];
             fiber.warp = warp.get();
             fiber.lane = lane, fiber.thread = first + lane;
-            fiber.stack = take_stack();
-            fiber.stack_pointer = prepare_stack(fiber.stack, start_fiber);
+            fiber.stack_pointer = prepare_stack(cta->stacks + (first + lane) * kStackBytes, start_fiber);
         }
         cta->warps.push_back(std::move(warp));
     }
@@ -205,9 +208,7 @@ void start_cta(u32 number, u32 threads, u32 shared) {
 
 void free_cta(Cta& cta) {
     std::free(cta.shared);
-    for (const auto& warp : cta.warps) {
-        for (const Fiber& fiber : warp->lanes) free_stacks.push_back(fiber.stack);
-    }
+    machine.free_stacks.push_back(cta.stacks);
 }
 
 // What setmaxnreg left: as many registers as there are, alike in all warps of a warpgroup.
@@ -373,6 +374,7 @@ extern "C" int emulated_launch(void (*entry)(const void*), const void* params, c
     }
     for (const auto& cta : machine.ctas) free_cta(*cta);
     machine.ctas.clear();
+    for (u8* stacks : machine.free_stacks) munmap(stacks, threads * kStackBytes);
     snprintf(message, message_size, "%s", machine.error.c_str());
     return !machine.error.empty();
 }
