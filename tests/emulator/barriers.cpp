@@ -49,10 +49,11 @@ void complete(Warp& warp, const Warp::Arrival& call) {
     }
 }
 
-constexpr const char* kNames[] = {"__syncwarp", "__shfl_sync", "__shfl_xor_sync", "__shfl_up_sync", "__shfl_down_sync",
-                                  "__all_sync", "__any_sync", "__ballot_sync", "__reduce_add_sync",
-                                  "__reduce_min_sync", "__reduce_max_sync", "__reduce_or_sync", "stmatrix",
-                                  "ldmatrix", "wgmma.wait_group", "setmaxnreg"};
+constexpr const char* kNames[] = {
+    "__syncwarp", "__shfl_sync", "__shfl_xor_sync", "__shfl_up_sync", "__shfl_down_sync", "__all_sync",
+    "__any_sync", "__ballot_sync", "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync",
+    "__reduce_or_sync", "stmatrix", "ldmatrix", "wgmma.wait_group", "setmaxnreg",
+};
 
 }  // namespace
 
@@ -68,8 +69,9 @@ u64 together(Kind kind, u32 mask, u64 value, u32 argument, int line) {
         if (warp.ended >> lane & 1) fail("%s: lane %u of the mask %#x has ended", kNames[kind], lane, mask);
         const Warp::Arrival& other = warp.arrivals[lane];
         if (warp.arrived >> lane & 1 && (other.kind != kind || other.mask != mask || other.line != line)) {
-            fail("lanes of a warp meet at different calls: lane %u in %s (line %d, mask %#x), lane %u in %s (line %d, "
-                 "mask %#x)", fiber.lane, kNames[kind], line, mask, lane, kNames[other.kind], other.line, other.mask);
+            fail("lanes of a warp meet at different calls: lane %u in %s (line %d, mask %#x), "
+                 "lane %u in %s (line %d, mask %#x)",
+                 fiber.lane, kNames[kind], line, mask, lane, kNames[other.kind], other.line, other.mask);
         }
     }
     if (mask & ~warp.arrived) {
@@ -114,7 +116,8 @@ void arrive(u32 address, u32 bytes) {
     pause();
     Mbarrier& barrier = mbarrier_at(*machine.running->warp->cta, address);
     if (barrier.pending == 0) {
-        fail("mbarrier shared+%#x: one arrival more than the %u of a phase", address - kWindow, barrier.expected);
+        fail("mbarrier shared+%#x: one arrival more than the %u of a phase", address - kWindow,
+             barrier.expected);
     }
     barrier.bytes += bytes;
     --barrier.pending;
@@ -126,7 +129,9 @@ void arrive(u32 address, u32 bytes) {
 
 void mbarrier_init(u32 address, u32 arrivals) {
     bytes_of(*machine.running->warp->cta, address, 8);
-    if (address % 8 || arrivals == 0) fail("mbarrier.init of shared+%#x for %u arrivals", address - kWindow, arrivals);
+    if (address % 8 || arrivals == 0) {
+        fail("mbarrier.init of shared+%#x for %u arrivals", address - kWindow, arrivals);
+    }
     Mbarrier& barrier = machine.running->warp->cta->mbarriers[address];
     barrier = Mbarrier();
     barrier.expected = barrier.pending = arrivals;

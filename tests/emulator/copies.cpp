@@ -16,7 +16,8 @@ u32 shared_offset(const void* pointer) {
 
 u8* bytes_of(Cta& cta, u32 address, u32 bytes) {
     if (address < kWindow || address + bytes > kWindow + cta.shared_size) {
-        fail("shared address %#x + %u lies outside of the %u bytes of the CTA", address - kWindow, bytes, cta.shared_size);
+        fail("shared+%#x and %u bytes lie outside of the %u bytes of the CTA", address - kWindow, bytes,
+             cta.shared_size);
     }
     return cta.shared + (address - kWindow);
 }
@@ -49,6 +50,8 @@ void async_proxy_fence() {
 
 namespace {
 
+bool within(i64 at, u32 size) { return at >= 0 && at < size; }
+
 u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
 void poison(Cta& cta, const Load& load) {
@@ -65,13 +68,13 @@ void arrive_box(const Load& load) {
     for (u32 row = 0; row < rows; ++row, target += row_bytes) {
         const i64 y = load.at[1] + row % map.box[1], z = load.at[2] + row / map.box[1] % map.box[2],
                   w = load.at[3] + row / map.box[1] / map.box[2];
-        const bool inside = y >= 0 && y < map.size[1] && z >= 0 && z < map.size[2] && w >= 0 && w < map.size[3];
-        const u8* source = reinterpret_cast<const u8*>(map.base) + y * map.step[0] + z * map.step[1] + w * map.step[2];
+        const bool inside = within(y, map.size[1]) && within(z, map.size[2]) && within(w, map.size[3]);
+        const u64 source = map.base + y * map.step[0] + z * map.step[1] + w * map.step[2];
         for (u32 x = 0; x < map.box[0]; ++x) {
             u8* to = bytes_of(*load.cta, swizzled(target + x * map.item), map.item);
             const i64 column = static_cast<i64>(load.at[0]) + x;
-            if (inside && column >= 0 && column < map.size[0]) {
-                std::memcpy(to, source + column * map.item, map.item);
+            if (inside && within(column, map.size[0])) {
+                std::memcpy(to, reinterpret_cast<const u8*>(source) + column * map.item, map.item);
             } else {
                 std::memset(to, 0, map.item);
             }
@@ -113,7 +116,8 @@ void tensor_load(u32 target, const void* map, u32 barrier, int x, int y, int z, 
     const Map& m = load.map;
     if (m.magic != kMapMagic) fail("cp.async.bulk.tensor: %p is no tensor map", map);
     if (m.box[0] * m.item != 128 || target % 128) {
-        fail("cp.async.bulk.tensor to shared+%#x in rows of %u bytes (128 are emulated)", target - kWindow, m.box[0] * m.item);
+        fail("cp.async.bulk.tensor to shared+%#x in rows of %u bytes (128 are emulated)", target - kWindow,
+             m.box[0] * m.item);
     }
     load.bytes = m.box[0] * m.item * m.box[1] * m.box[2] * m.box[3];
     ask(load);

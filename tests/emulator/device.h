@@ -1,5 +1,5 @@
-// What CUDA C++ has built in, for a kernel that g++ compiles: qualifiers, indices, warp functions, arithmetic. The PTX
-// instructions are declared in ptx.h; what both need of the machine lives in machine.cpp.
+// What CUDA C++ has built in, for a kernel that g++ compiles: qualifiers, indices, warp functions,
+// arithmetic. The PTX instructions are in ptx.h; what both need of the machine is in the .cpp files.
 #pragma once
 
 #include <cmath>
@@ -22,8 +22,8 @@ extern Index thread_index, block_index, block_size, grid_size;
 
 // What a warp does together; the lanes of the mask wait for one another.
 enum Kind : int {
-    kSync, kShuffle, kShuffleXor, kShuffleUp, kShuffleDown, kAll, kAny, kBallot, kSumLanes, kMinLanes, kMaxLanes,
-    kOrLanes, kStoreMatrix, kLoadMatrix, kWaitProducts, kRegisters,
+    kSync, kShuffle, kShuffleXor, kShuffleUp, kShuffleDown, kAll, kAny, kBallot, kSumLanes, kMinLanes,
+    kMaxLanes, kOrLanes, kStoreMatrix, kLoadMatrix, kWaitProducts, kRegisters,
 };
 u64 together(Kind kind, u32 mask, u64 value, u32 argument, int line);
 
@@ -79,11 +79,12 @@ inline void __syncwarp(unsigned mask = 0xFFFFFFFF, int line = __builtin_LINE()) 
     emulated::together(emulated::kSync, mask, 0, 0, line);
 }
 
-#define EMULATED_SHUFFLE(NAME, KIND)                                                                            \
-    template <class T>                                                                                          \
-    T NAME(unsigned mask, T x, int lane, int width = 32, int line = __builtin_LINE()) {                          \
-        if (width != 32) emulated::fail(#NAME " of width %d is not emulated", width);                           \
-        return emulated::from_bits<T>(emulated::together(emulated::KIND, mask, emulated::bits_of(x), lane, line)); \
+#define EMULATED_SHUFFLE(NAME, KIND)                                                               \
+    template <class T>                                                                             \
+    T NAME(unsigned mask, T x, int lane, int width = 32, int line = __builtin_LINE()) {             \
+        using namespace emulated;                                                                  \
+        if (width != 32) fail(#NAME " of width %d is not emulated", width);                        \
+        return from_bits<T>(together(KIND, mask, bits_of(x), static_cast<u32>(lane), line));       \
     }
 EMULATED_SHUFFLE(__shfl_sync, kShuffle)
 EMULATED_SHUFFLE(__shfl_xor_sync, kShuffleXor)
@@ -98,12 +99,12 @@ EMULATED_VOTE(__all_sync, kAll, int)
 EMULATED_VOTE(__any_sync, kAny, int)
 EMULATED_VOTE(__ballot_sync, kBallot, unsigned)
 
-#define EMULATED_REDUCTION(NAME, KIND)                                                                       \
-    template <class T>                                                                                       \
-    T NAME(unsigned mask, T x, int line = __builtin_LINE()) {                                                \
-        static_assert(sizeof(T) == 4 && std::is_integral_v<T>);                                              \
-        const auto wide = static_cast<emulated::i64>(x);                                                     \
-        return static_cast<T>(emulated::together(emulated::KIND, mask, emulated::bits_of(wide), 0, line)); \
+#define EMULATED_REDUCTION(NAME, KIND)                                                             \
+    template <class T>                                                                             \
+    T NAME(unsigned mask, T x, int line = __builtin_LINE()) {                                      \
+        using namespace emulated;                                                                  \
+        static_assert(sizeof(T) == 4 && std::is_integral_v<T>);                                    \
+        return static_cast<T>(together(KIND, mask, bits_of(static_cast<i64>(x)), 0, line));        \
     }
 EMULATED_REDUCTION(__reduce_add_sync, kSumLanes)
 EMULATED_REDUCTION(__reduce_min_sync, kMinLanes)
@@ -112,7 +113,9 @@ EMULATED_REDUCTION(__reduce_or_sync, kOrLanes)
 
 // --- memory -----------------------------------------------------------------------------------------------
 
-inline emulated::u64 __cvta_generic_to_shared(const void* pointer) { return emulated::shared_offset(pointer); }
+inline emulated::u64 __cvta_generic_to_shared(const void* pointer) {
+    return emulated::shared_offset(pointer);
+}
 
 template <class T>
 T __ldg(const T* place) {
@@ -190,6 +193,7 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
 }
 
 inline int __dp4a(int a, int b, int sum) {
-    for (int i = 0; i < 32; i += 8) sum += static_cast<signed char>(a >> i) * static_cast<signed char>(b >> i);
+    const auto byte = [](int x, int i) { return static_cast<signed char>(x >> i); };
+    for (int i = 0; i < 32; i += 8) sum += byte(a, i) * byte(b, i);
     return sum;
 }

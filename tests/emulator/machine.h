@@ -1,4 +1,4 @@
-// State of the emulated multiprocessor: threads as fibers, warps, CTAs, what is still under way. See hopper_emulator.py.
+// State of the emulated multiprocessor: threads as fibers, warps, CTAs, what is still under way.
 #pragma once
 
 #include <bitset>

@@ -1,5 +1,5 @@
-// wgmma, stmatrix and ldmatrix. A product reads shared memory at some moment between its issue and the wait; its
-// registers hold NaN from the issue to the wait. The four warps of a warpgroup go their own ways.
+// wgmma, stmatrix and ldmatrix. A product reads shared memory at some moment between its issue and the wait;
+// its registers hold NaN from the issue to the wait. The four warps of a warpgroup go their own ways.
 #include <algorithm>
 
 #include "machine.h"
@@ -33,24 +33,26 @@ const u8* unit_at(const Warp& warp, u32 address) {
     const Cta& cta = *warp.cta;
     address ^= (address >> 7 & 7) << 4;
     if (address < kWindow || address + 16 > kWindow + cta.shared_size) {
-        fail("wgmma reads shared+%#x, outside of the %u bytes of the CTA", address - kWindow, cta.shared_size);
+        fail("wgmma reads shared+%#x, outside of the %u bytes of the CTA", address - kWindow,
+             cta.shared_size);
     }
     const u16 writer = cta.unfenced[(address - kWindow) / 16];
     if (writer != 0) {
-        fail("wgmma of warp %u reads shared+%#x, which thread %d wrote with no fence.proxy.async after it", warp.index,
-             address - kWindow, writer - 1);
+        fail("wgmma of warp %u reads shared+%#x, which thread %d wrote with no fence.proxy.async after it",
+             warp.index, address - kWindow, writer - 1);
     }
     return cta.shared + (address - kWindow);
 }
 
-// Rows `first` to before `first + count` of an operand (rows x depth) in shared memory, as to[k * stride + row].
+// `count` rows from `first` on of an operand (rows x depth) in shared memory, as to[k * stride + row].
 template <class T>
-void read_operand(const Warp& warp, u64 descriptor, Element element, bool transposed, int first, int count, T* to,
-                  int stride) {
+void read_operand(const Warp& warp, u64 descriptor, Element element, bool transposed, int first, int count,
+                  T* to, int stride) {
     const u32 begin = (descriptor & 0x3FFF) << 4, leading = (descriptor >> 16 & 0x3FFF) << 4,
               group = (descriptor >> 32 & 0x3FFF) << 4;
-    if (descriptor >> 62 != 1) fail("wgmma: swizzle mode %llu of a descriptor is not emulated", descriptor >> 62);
-    if (descriptor >> 49 & 7) fail("wgmma: base offset %llu of a descriptor is not emulated", descriptor >> 49 & 7);
+    const u64 swizzle = descriptor >> 62, offset = descriptor >> 49 & 7;
+    if (swizzle != 1) fail("wgmma: swizzle mode %llu of a descriptor is not emulated", swizzle);
+    if (offset != 0) fail("wgmma: base offset %llu of a descriptor is not emulated", offset);
     const int item = static_cast<int>(item_bytes(element)), each = 16 / item, depth = depth_of(element);
     if (transposed && item != 2) fail("wgmma: only operands of 16 bits may be transposed");
     if (!transposed) {  // groups of 8 rows of 128 bytes
@@ -58,7 +60,8 @@ void read_operand(const Warp& warp, u64 descriptor, Element element, bool transp
             const u32 line = begin + (first + row) / 8 * group + (first + row) % 8 * 128;
             for (int k = 0; k < depth; k += each) {
                 const u8* unit = unit_at(warp, line + k * item);
-                for (int i = 0; i < each; ++i) to[(k + i) * stride + row] = decode<T>(element, unit + i * item);
+                T* const out = to + k * stride + row;
+                for (int i = 0; i < each; ++i) out[i * stride] = decode<T>(element, unit + i * item);
             }
         }
         return;
@@ -66,7 +69,8 @@ void read_operand(const Warp& warp, u64 descriptor, Element element, bool transp
     for (int k = 0; k < depth; ++k) {  // 64 rows lie side by side in 128 bytes
         for (int row = 0; row < count; row += each) {
             const u32 at = first + row;
-            const u8* unit = unit_at(warp, begin + at / 64 * leading + k / 8 * group + k % 8 * 128 + at % 64 * 2);
+            const u32 line = begin + at / 64 * leading + k / 8 * group + k % 8 * 128;
+            const u8* unit = unit_at(warp, line + at % 64 * 2);
             for (int i = 0; i < each; ++i) to[k * stride + row + i] = decode<T>(element, unit + i * item);
         }
     }
@@ -80,8 +84,11 @@ void read_registers(const Operation& operation, T* to) {
         for (int i = 0; i < 4; ++i) {
             u8 bytes[4];
             std::memcpy(bytes, &operation.a_registers[lane][i], 4);
-            const int row = static_cast<int>(lane / 4) + 8 * (i % 2), k = (static_cast<int>(lane % 4) + 4 * (i / 2)) * each;
-            for (int x = 0; x < each; ++x) to[(k + x) * 16 + row] = decode<T>(operation.element, bytes + x * item);
+            const int row = static_cast<int>(lane / 4) + 8 * (i % 2);
+            const int k = (static_cast<int>(lane % 4) + 4 * (i / 2)) * each;
+            for (int x = 0; x < each; ++x) {
+                to[(k + x) * 16 + row] = decode<T>(operation.element, bytes + x * item);
+            }
         }
     }
 }
@@ -93,8 +100,8 @@ void multiply(const Warp& warp, const Operation& operation) {
     if (operation.a_in_registers) {
         read_registers(operation, a);
     } else {
-        read_operand(warp, operation.a, operation.element, operation.transpose_a, static_cast<int>(warp.index % 4 * 16),
-                     16, a, 16);
+        const int first = static_cast<int>(warp.index % 4 * 16);
+        read_operand(warp, operation.a, operation.element, operation.transpose_a, first, 16, a, 16);
     }
     read_operand(warp, operation.b, operation.element, operation.transpose_b, 0, columns, b, columns);
     T* const d = reinterpret_cast<T*>(operation.d->values.data());
@@ -119,7 +126,9 @@ Operation& operation_of(Warp& warp, u32 lane) { return warp.operations[warp.issu
 std::shared_ptr<Accumulator> accumulator_of(Warp& warp, u32 lane, int columns, void* const* d) {
     for (const auto& known : warp.accumulators) {
         if (known->filled >> lane & 1 && known->registers[lane][0] == d[0]) {
-            if (known->columns != columns) fail("wgmma of %d columns into registers of %d", columns, known->columns);
+            if (known->columns != columns) {
+                fail("wgmma of %d columns into registers of %d", columns, known->columns);
+            }
             return known;
         }
     }
@@ -142,14 +151,15 @@ void fill(Accumulator& to, u32 lane, void* const* d) {
 
 }  // namespace
 
-void wgmma(int columns, Element element, void* const* d, const u32* a, u64 a_descriptor, u64 b, bool accumulate,
-           int transpose_a, int transpose_b) {
+void wgmma(int columns, Element element, void* const* d, const u32* a, u64 a_descriptor, u64 b,
+           bool accumulate, int transpose_a, int transpose_b) {
     Fiber& fiber = *machine.running;
     Warp& warp = *fiber.warp;
     const u32 lane = fiber.lane;
     if (warp.issued[lane] - warp.executed == warp.operations.size()) {
-        warp.operations.push_back({element, accumulator_of(warp, lane, columns, d), accumulate, a != nullptr, {},
-                                   a_descriptor, b, transpose_a, transpose_b});
+        const auto into = accumulator_of(warp, lane, columns, d);
+        warp.operations.push_back(
+            {element, into, accumulate, a != nullptr, {}, a_descriptor, b, transpose_a, transpose_b});
         warp.operations.back().d->last = warp.issued[lane];
     }
     Operation& operation = operation_of(warp, lane);
@@ -172,14 +182,20 @@ void wgmma_commit() {
     const u64 end = warp.issued[fiber.lane];
     u32& number = warp.committed[fiber.lane];
     if (number == warp.groups.size()) warp.groups.push_back(end);
-    if (warp.groups[number++] != end) fail("wgmma: lane %u commits another group than the lanes before it", fiber.lane);
+    if (warp.groups[number++] != end) {
+        fail("wgmma: lane %u commits another group than the lanes before it", fiber.lane);
+    }
 }
 
-void wgmma_wait(int in_flight) { together(kWaitProducts, 0xFFFFFFFF, 0, static_cast<u32>(in_flight), in_flight); }
+void wgmma_wait(int in_flight) {
+    together(kWaitProducts, 0xFFFFFFFF, 0, static_cast<u32>(in_flight), in_flight);
+}
 
 void execute_operation(Warp& warp) {
     const Operation& operation = warp.operations.front();
-    if (operation.issued != 0xFFFFFFFF) fail("wgmma: only lanes %#x of warp %u issued it", operation.issued, warp.index);
+    if (operation.issued != 0xFFFFFFFF) {
+        fail("wgmma: only lanes %#x of warp %u issued it", operation.issued, warp.index);
+    }
     if (operation.element == Element::s8 || operation.element == Element::u8) {
         multiply<int>(warp, operation);
     } else {
@@ -203,11 +219,13 @@ void finish_wait(Warp& warp, u32 in_flight) {
         if (one->last >= end) continue;
         for (u32 lane = 0; lane < 32; ++lane) {
             for (int i = 0; i < one->columns / 2; ++i) {
-                std::memcpy(one->registers[lane][i], &one->values[row_of(lane, i) * one->columns + column_of(lane, i)], 4);
+                const int at = row_of(lane, i) * one->columns + column_of(lane, i);
+                std::memcpy(one->registers[lane][i], &one->values[at], 4);
             }
         }
     }
-    all.erase(std::remove_if(all.begin(), all.end(), [&](const auto& one) { return one->last < end; }), all.end());
+    const auto complete = [&](const auto& one) { return one->last < end; };
+    all.erase(std::remove_if(all.begin(), all.end(), complete), all.end());
 }
 
 void move_matrices(Warp& warp, bool store) {
@@ -221,7 +239,8 @@ void move_matrices(Warp& warp, bool store) {
             u8* const line = store ? shared_target(place, 16) : shared_bytes(place, 16);
             for (u32 column = 0; column < 8; ++column) {
                 // Transposed: the unit lies with the lane that would hold it at (column, row).
-                u8* const unit = reinterpret_cast<u8*>(&lanes[column * 4 + row / 2]->units[matrix]) + row % 2 * 2;
+                u32* const word = &lanes[column * 4 + row / 2]->units[matrix];
+                u8* const unit = reinterpret_cast<u8*>(word) + row % 2 * 2;
                 std::memcpy(store ? line + 2 * column : unit, store ? unit : line + 2 * column, 2);
             }
         }

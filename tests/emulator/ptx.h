@@ -1,5 +1,5 @@
-// The PTX instructions that kernels use, one function for each form: hopper_emulator.py turns `asm` into calls. Operands
-// come in the order of the asm statement, results by reference.
+// The PTX instructions that kernels use, one function for each form: translate.py turns `asm` into calls.
+// Operands come in the order of the asm statement, results by reference.
 #pragma once
 
 #include "device.h"
@@ -61,8 +61,9 @@ inline float from_bf16(u32 x) { return from_bits<float>(x << 16); }
 inline float from_e4m3(u32 x) {
     const u32 exponent = x >> 3 & 0xF, mantissa = x & 7;
     if ((x & 0x7F) == 0x7F) return __builtin_nanf("");
-    const float size = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
-                                     : std::ldexp(static_cast<float>(8 + mantissa), static_cast<int>(exponent) - 10);
+    const u32 units = exponent == 0 ? mantissa : 8 + mantissa;
+    const int shift = exponent == 0 ? -9 : static_cast<int>(exponent) - 10;
+    const float size = std::ldexp(static_cast<float>(units), shift);
     return x & 0x80 ? -size : size;
 }
 
@@ -89,7 +90,9 @@ u8* shared_bytes(u32 address, u32 bytes);
 // The same to be written in the generic proxy: wgmma must not read them before a fence.
 u8* shared_target(u32 address, u32 bytes);
 
-inline void shared_load(u32 place, u32* x, int words) { std::memcpy(x, shared_bytes(place, 4 * words), 4 * words); }
+inline void shared_load(u32 place, u32* x, u32 words) {
+    std::memcpy(x, shared_bytes(place, 4 * words), 4 * words);
+}
 inline void ld_shared_v2(u32& x, u32& y, u32 place) {
     u32 words[2];
     shared_load(place, words, 2);

@@ -173,7 +173,9 @@ void pause() {
 
 void ld_relaxed(u64& x, const u64* place) {
     x = *const_cast<const volatile u64*>(aligned<u64, 1>(place));
-    if (++machine.polls > kMaxPolls) fail("threads looked at global memory %llu times, and nothing came", machine.polls);
+    if (++machine.polls > kMaxPolls) {
+        fail("threads looked at global memory %llu times, and nothing came", machine.polls);
+    }
     to_scheduler();
 }
 
@@ -183,7 +185,8 @@ namespace {
 
 void start_cta(u32 number, u32 threads, u32 shared) {
     auto cta = std::make_unique<Cta>();
-    cta->index = {number % grid_size.x, number / grid_size.x % grid_size.y, number / grid_size.x / grid_size.y};
+    const u32 row = number / grid_size.x;
+    cta->index = {number % grid_size.x, row % grid_size.y, row / grid_size.y};
     cta->shared_size = shared;
     cta->shared = static_cast<u8*>(std::aligned_alloc(1024, (shared + 1023) / 1024 * 1024 + 1024));
     std::memset(cta->shared, 0xFF, shared);
@@ -227,16 +230,17 @@ void check_registers(const Cta& cta) {
 }
 
 void check_ended(const Cta& cta) {
+    const auto [x, y, z] = cta.index;
     check_registers(cta);
-    if (cta.loads) fail("CTA (%u, %u, %u) ended with %d copies under way", cta.index.x, cta.index.y, cta.index.z, cta.loads);
+    if (cta.loads) fail("CTA (%u, %u, %u) ended with %d copies under way", x, y, z, cta.loads);
     for (const auto& warp : cta.warps) {
         if (!warp->operations.empty()) {
-            fail("CTA (%u, %u, %u) ended with wgmma of warp %u under way", cta.index.x, cta.index.y, cta.index.z, warp->index);
+            fail("CTA (%u, %u, %u) ended with wgmma of warp %u under way", x, y, z, warp->index);
         }
         const Warp& first = *cta.warps[warp->index / 4 * 4];
         if (warp->executed != first.executed) {
-            fail("warp %u issued %llu wgmma, warp %u of its warpgroup %llu", warp->index, warp->executed, first.index,
-                 first.executed);
+            fail("warp %u issued %llu wgmma, warp %u of its warpgroup %llu", warp->index, warp->executed,
+                 first.index, first.executed);
         }
     }
 }
@@ -266,7 +270,8 @@ std::string describe(const Fiber& fiber) {
     if (line == "mbarrier") {
         const Mbarrier& barrier = fiber.warp->cta->mbarriers[fiber.detail[0]];
         line += text(" shared+%#x, phase of parity %u (%u of %u arrivals and %lld bytes are missing)",
-                     fiber.detail[0] - kWindow, fiber.detail[1], barrier.pending, barrier.expected, barrier.bytes);
+                     fiber.detail[0] - kWindow, fiber.detail[1], barrier.pending, barrier.expected,
+                     barrier.bytes);
     } else if (line == "named barrier") {
         const NamedBarrier& barrier = fiber.warp->cta->named[fiber.detail[0]];
         line += text(" %u (%u of %u threads are there)", fiber.detail[0], barrier.arrived, barrier.threads);
@@ -279,13 +284,15 @@ std::string describe(const Fiber& fiber) {
 std::string where_all_stand() {
     std::string report;
     for (const auto& cta : machine.ctas) {
+        const auto [x, y, z] = cta->index;
         for (const auto& warp : cta->warps) {
             for (u32 lane = 0; lane < 32;) {
                 const u32 first = lane;
                 const std::string line = describe(warp->lanes[first]);
                 while (lane < 32 && describe(warp->lanes[lane]) == line) ++lane;
-                report += text("\nCTA (%u, %u, %u) warp %u lanes %u to %u: ", cta->index.x, cta->index.y, cta->index.z,
-                               warp->index, first, lane - 1) + line;
+                report += text("\nCTA (%u, %u, %u) warp %u lanes %u to %u: ", x, y, z, warp->index, first,
+                               lane - 1);
+                report += line;
             }
         }
     }
@@ -318,8 +325,8 @@ bool step(size_t& turn) {
         if (!advance_one()) machine.error = "deadlock: nobody can go on" + where_all_stand();
         return machine.error.empty();
     }
-    // Lanes stay together, as on the GPU: all may make the same number of calls, and who is woken waits for the next
-    // turn.
+    // Lanes stay together, as on the GPU: all may make the same number of calls, and who is woken waits for
+    // the next turn.
     warp->allowance = machine.in_order ? ~0u : machine.random.next() % machine.most_calls + 1;
     const u32 ready = warp->ready(), first = machine.in_order ? 0 : machine.random.next() % 32;
     for (u32 i = 0; i < 32 && machine.error.empty(); ++i) {
@@ -355,8 +362,8 @@ void run_grid(u32 threads, u32 shared, u32 resident) {
 }  // namespace
 
 // Run a grid; 0, or 1 with a message.
-extern "C" int emulated_launch(void (*entry)(const void*), const void* params, const u32* grid, u32 threads, u32 shared,
-                               u64 seed, u32 resident, char* message, u32 message_size) {
+extern "C" int emulated_launch(void (*entry)(const void*), const void* params, const u32* grid, u32 threads,
+                               u32 shared, u64 seed, u32 resident, char* message, u32 message_size) {
     machine = Machine();
     machine.random.state = seed;
     machine.in_order = seed == 0;
