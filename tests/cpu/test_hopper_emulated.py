@@ -1,6 +1,6 @@
 """The Hopper prefill kernel, emulated: its CUDA text, byte for byte, against the reference in float64.
 
-BLASST_EMULATED_CALLS=200 draws that many random calls as tests/gpu/test_hopper_random.py does; 3 without it.
+BLASST_EMULATED_CALLS=200 draws that many random calls as tests/gpu/test_hopper_random.py does; 2 without it.
 """
 
 import math
@@ -16,7 +16,7 @@ from blasst import blasst_attn_func, blasst_attn_varlen_func
 from blasst.core.reference import reference_attention
 from blasst.testing import assert_matches_reference, heavy_tailed_inputs, pages_from
 
-CALLS = int(os.environ.get("BLASST_EMULATED_CALLS", "3"))
+CALLS = int(os.environ.get("BLASST_EMULATED_CALLS", "2"))
 HALF, BFLOAT = torch.float16, torch.bfloat16
 #: dtype, head dim, query heads, KV heads.
 SHAPES = {"fp16-64": (HALF, 64, 4, 2), "bf16-96": (BFLOAT, 96, 2, 2), "bf16-128": (BFLOAT, 128, 3, 1)}
@@ -30,7 +30,7 @@ EVERYTHING = {
 #: Nats by which float32 and float64 scores of these inputs may differ.
 NEAR = 2e-3
 #: Orders of things that must not change a bit, CTAs at the same time, processors.
-ORDERS = [(1, 4, 2), (2, 1, 1), (3, 2, 2), (4, 4, 4), (5, 3, 1), (6, 4, 1)]
+ORDERS = [(1, 4, 2), (2, 1, 1), (4, 4, 4), (5, 3, 1)]
 
 
 def inputs_of(shape, rows=200, keys=700, batch=1, **options):
@@ -57,8 +57,9 @@ def compare(inputs, threshold, near=0.0, seed=0, **options):
     return got
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "causal"), [("fp16-64", True), ("fp16-64", False), ("bf16-96", True), ("bf16-128", True)]
+)
 def test_kernel_equals_the_reference(shape, causal):
     got = compare(inputs_of(shape, seed=1), 0.05, causal=causal)
     assert int(got.counts.skipped.sum()) > 0

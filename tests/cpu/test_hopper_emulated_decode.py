@@ -18,7 +18,7 @@ from blasst.kernels.hopper import decode
 from blasst.testing import assert_matches_reference, heavy_tailed_inputs
 
 EVERYTHING = {"return_lse": True, "return_counts": True, "return_kept_tiles": True, "impl": "hopper"}
-ORDERS = [(1, 4), (2, 1), (3, 2), (4, 9), (5, 3), (6, 16)]
+ORDERS = [(1, 4), (2, 1), (4, 9), (6, 16)]
 #: Of those that fix rows, head dim, dtype and fp8, some: 8 to 128 rows, with and without fp8.
 FEW = (0, 13, 34, 41, 59, len(CONFIGURATIONS) + 10)
 BATCHES = int(os.environ.get("BLASST_EMULATED_BATCHES", "0"))
