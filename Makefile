@@ -1,5 +1,5 @@
 # make demo: a real model, calibrated, run sparse, with a report in demo/.  make test: style and all CPU tests.
-# Needs python3 >= 3.11 with pip and venv, and gcc. Everything is installed into .venv.
+# Needs python3 >= 3.11 with pip and venv, and gcc with g++. Everything is installed into .venv.
 
 PYTHON ?= python3
 # Pinned and installed first: with no torch present, pip may resolve a bare "torch" to a CUDA build of several GB.

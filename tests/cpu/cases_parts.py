@@ -5,9 +5,12 @@
   made and compared on the CPU, and a call takes them to the GPU as they are: strides, shared memory, what
   lies beside them. What the Hopper kernels never serve is made wider (head_dim 64 at least) and of 16 bits by
   `heavy_tailed_inputs`; what they refuse is skipped, with their reason.
+- BLASST_CASES=emulated: the Hopper kernels on the emulator of tests/emulator, in an order of things drawn by
+  BLASST_SEED; test_hopper_emulated_cases.py does it.
 """
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,11 +19,13 @@ import blasst
 from blasst import UnsupportedError
 from blasst.testing import heavy_tailed_inputs as _heavy_tailed_inputs
 
-STAGE = os.environ.get("BLASST_CASES", "")
+_STAGE = os.environ.get("BLASST_CASES", "")
+EMULATED = _STAGE == "emulated"
+STAGE = "hopper" if EMULATED else _STAGE
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 #: Few shapes are enough where each is compiled, or interpreted.
 FEW = INTERPRETED or bool(STAGE)
-DEVICE = "cuda" if STAGE else "cpu"
+DEVICE = "cuda" if STAGE and not EMULATED else "cpu"
 ON_GPU, HOPPER = DEVICE == "cuda", STAGE == "hopper"
 IMPLS = (STAGE,) if STAGE else ("triton",) if INTERPRETED else ("reference", "eager")
 impls = pytest.mark.parametrize("impl", IMPLS)
@@ -46,6 +51,15 @@ def close(actual, expected, rtol=1e-5, atol=1e-6):
     if actual.dtype == torch.float16:
         rtol = max(rtol, 1e-3)
     torch.testing.assert_close(actual, expected, rtol=max(rtol, ROUNDING / 4), atol=max(atol, ROUNDING))
+
+
+def _the_device():
+    """What must hold while a kernel of the stage runs."""
+    if not EMULATED:
+        return nullcontext()
+    from run_hopper import emulated
+
+    return emulated(int(os.environ.get("BLASST_SEED", "0")))
 
 
 class _Moved:
@@ -83,7 +97,8 @@ def _on_the_device(function):
     def call(*args, **options):
         move = _Moved()
         try:
-            got = function(*map(move, args), **{name: move(x) for name, x in options.items()})
+            with _the_device():
+                got = function(*map(move, args), **{name: move(x) for name, x in options.items()})
         except UnsupportedError as error:
             if f"impl={STAGE!r} cannot serve" in str(error):
                 pytest.skip(str(error))
