@@ -17,3 +17,8 @@ settings.register_profile(
     "mutants", settings.get_profile("blasst"), derandomize=True, phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile("blasst")
+
+
+def pytest_collection_modifyitems(items):
+    """What is marked as long comes first."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)

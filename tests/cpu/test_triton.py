@@ -79,6 +79,7 @@ def test_a_dtype_that_the_gpu_lacks_is_refused_with_advice(capability, q_dtype, 
     assert advice in str(unsupported_reason(problem))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "files",
     [
