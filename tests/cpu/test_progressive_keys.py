@@ -425,3 +425,13 @@ def test_what_does_not_fit_is_refused(change, error, message):
     call = {"q": q, "k_cache": ProgressiveKeys.from_keys(k, 4), "v_cache": v, "threshold": 0.1, **change}
     with pytest.raises(error, match=f"^{message}"):
         blasst_attn_with_kvcache(**call)
+
+
+@pytest.mark.parametrize("lengths", [(64, 30), (30, 64), (128, 40)])
+def test_a_page_of_two_sequences_holds_the_keys_of_the_longer_one(lengths):
+    k = torch.randn(3, 64, 1, 16).bfloat16()
+    pages = -(-max(lengths) // 64)
+    table = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32)[:, :pages].contiguous()
+    store = ProgressiveKeys.from_keys(k, 6, torch.tensor(lengths, dtype=torch.int32), table)
+    whole = ProgressiveKeys.from_keys(k[:1], 6, 64).keys()
+    assert torch.equal(store.keys()[:1], whole)

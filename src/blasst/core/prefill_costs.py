@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from blasst.core.errors import ProfileError
 from blasst.core.profile import Profile
 
 
@@ -53,11 +55,16 @@ def prefill_costs(profile: Profile, target_sparsity: float, kv_len: float) -> Pr
         kv_len: keys of the sequence.
 
     Raises:
-        ProfileError: prefill was not counted in both ways.
-        ValueError: the target is not in [0, 1].
+        ProfileError: prefill was not counted in both ways, or with unlike dense tails.
+        ValueError: the target is not in [0, 1], or kv_len is not finite.
     """
-    threshold = profile.threshold("prefill", target_sparsity, kv_len)
+    if not math.isfinite(kv_len):
+        raise ValueError(f"kv_len: got {kv_len}, want a number of keys")
     both = (profile, profile.for_screen("int8"))
+    tails = [way.phase_fit("prefill").dense_tail for way in both]
+    if tails[0] != tails[1]:
+        raise ProfileError(f"dense_tail: found {tails[0]} and {tails[1]}, wanted the same for both ways")
+    threshold = profile.threshold("prefill", target_sparsity, kv_len)
     return PrefillCosts(
         threshold, *(way.phase_fit("prefill").predicted_sparsity(threshold, kv_len) for way in both)
     )

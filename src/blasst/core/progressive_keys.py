@@ -145,7 +145,11 @@ class ProgressiveKeys:
             some = ends > 0  # the others may have no page at all
             ends, block_table = ends[some], block_table[some]
             k = k[block_table.long().clamp(0, max(k.shape[0] - 1, 0))].flatten(1, 2)
-        store._write(k, torch.zeros_like(ends), ends, block_table)
+            # A page may belong to several sequences: the longest, which comes last, fills it.
+            for row in ends.argsort().split(1):
+                store._write(k[row], torch.zeros_like(ends[row]), ends[row], block_table[row])
+        else:
+            store._write(k, torch.zeros_like(ends), ends, None)
         return store
 
     def append(self, k: Tensor, cache_seqlens: Tensor | int, block_table: Tensor | None = None) -> None:

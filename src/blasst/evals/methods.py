@@ -19,6 +19,7 @@ from torch import Tensor
 
 from blasst.calibrate.collect import evaluating
 from blasst.calibrate.generate import greedy_pass
+from blasst.core.errors import UnsupportedError
 from blasst.core.types import DECODE_TILE, PREFILL_TILE, Phase, SkipCounts, in_dense_tail
 from blasst.functional import blasst_attn_func, blasst_attn_with_kvcache
 from blasst.integrations.sessions import in_place_of
@@ -172,6 +173,11 @@ class MethodHandler:
         self, call: AttentionCall, method: Method, mask: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, SkipCounts]:
         """Output (1, seqlen_q, num_heads, head_dim_v) of one sequence, and its counts (1, heads)."""
+        for name, given in (("softcap", call.softcap), ("sinks", call.sinks is not None)):
+            if given:
+                raise UnsupportedError(f"{name}: got a layer with it, selectors know none")
+        if 0 <= call.window_size[0] < k.shape[1] - 1:
+            raise UnsupportedError(f"window_size: got {call.window_size}, selectors see all keys")
         visible = mask.new_ones(mask.shape[2:])
         if call.phase == "prefill":
             visible = PromptTiles.of(q, k, True).visible()

@@ -187,6 +187,10 @@ class ProgressiveLayer(DynamicLayer):
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
             assert self.store is not None
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            raise NotImplementedError(
+                "ScreenedCache: progressive keys have no gradients, use torch.no_grad()"
+            )
         before, new = self.length, key_states.shape[-2]
         decode = before > 0 and new <= MAX_DECODE_TOKENS
         keys = key_states if before == 0 or decode else torch.cat([self._stored(), key_states], -2)
