@@ -334,6 +334,13 @@ def skipped_mass_by_layer(model: nn.Module) -> list[LayerMass]:
     ]
 
 
+def _measuring_handler(model: nn.Module) -> SparseHandler:
+    handler = _handler(model)[1]
+    if not handler.measure_skipped_mass:
+        raise ValueError("model: enabled without measure_skipped_mass=True, so nothing was measured")
+    return handler
+
+
 def skipped_mass_samples(model: nn.Module) -> dict[Phase, Tensor]:
     """A sample of the softmax mass that rows lost to skipping, per phase that ran.
 
@@ -343,9 +350,7 @@ def skipped_mass_samples(model: nn.Module) -> dict[Phase, Tensor]:
     Returns:
         float32 (samples,) on the CPU, values in [0, 1]; one value is one row of one head.
     """
-    handler = _handler(model)[1]
-    if not handler.measure_skipped_mass:
-        raise ValueError("model: enabled without measure_skipped_mass=True, so nothing was measured")
+    handler = _measuring_handler(model)
     return {phase: samples.samples() for phase, samples in handler.masses.items()}
 
 
@@ -355,9 +360,7 @@ def skipped_mass_summary(model: nn.Module) -> dict[Phase, dict[str, float]]:
     Args:
         model: enabled with measure_skipped_mass=True.
     """
-    handler = _handler(model)[1]
-    if not handler.measure_skipped_mass:
-        raise ValueError("model: enabled without measure_skipped_mass=True, so nothing was measured")
+    handler = _measuring_handler(model)
     return {phase: samples.summary() for phase, samples in handler.masses.items()}
 
 
@@ -367,7 +370,5 @@ def mass_bound_summary(model: nn.Module) -> dict[Phase, dict[str, float]]:
     Args:
         model: enabled with measure_skipped_mass=True.
     """
-    handler = _handler(model)[1]
-    if not handler.measure_skipped_mass:
-        raise ValueError("model: enabled without measure_skipped_mass=True, so nothing was measured")
+    handler = _measuring_handler(model)
     return {phase: samples.summary() for phase, samples in handler.bounds.items()}

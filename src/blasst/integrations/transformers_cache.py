@@ -44,7 +44,34 @@ def _removed(tokens_to_remove: int) -> int:
     return -tokens_to_remove
 
 
-class CodedLayer(DynamicLayer):
+class _SelectingLayer(DynamicLayer):
+    """A layer to which beams and repeats are choices among its sequences."""
+
+    @property
+    def _held(self) -> KeyCodes | ProgressiveKeys | None:
+        """What has a row for each sequence; None before the first keys."""
+        raise NotImplementedError
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Give each beam the cache of another.
+
+        Args:
+            beam_idx: int64 (batch,).
+        """
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence.
+
+        Args:
+            repeats: how many times.
+        """
+        if self._held is not None:
+            sequences = torch.arange(self._held.low.shape[0], device=self._held.low.device)
+            self.batch_select_indices(sequences.repeat_interleave(repeats))
+
+
+class CodedLayer(_SelectingLayer):
     """Keys and values as they are, and `KeyCodes` of the keys.
 
     Args:
@@ -55,6 +82,10 @@ class CodedLayer(DynamicLayer):
         super().__init__()
         self.bits = bits
         self.codes: KeyCodes | None = None
+
+    @property
+    def _held(self) -> KeyCodes | None:
+        return self.codes
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -94,24 +125,6 @@ class CodedLayer(DynamicLayer):
         super().reset()
         self.codes = None
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give each beam the cache of another.
-
-        Args:
-            beam_idx: int64 (batch,).
-        """
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence.
-
-        Args:
-            repeats: how many times.
-        """
-        if self.codes is not None:
-            sequences = torch.arange(self.codes.codes.shape[0], device=self.codes.codes.device)
-            self.batch_select_indices(sequences.repeat_interleave(repeats))
-
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep chosen sequences, in their order.
 
@@ -130,7 +143,7 @@ class CodedLayer(DynamicLayer):
         return 0 if self.codes is None else self.keys.nbytes + self.values.nbytes + self.codes.nbytes
 
 
-class ProgressiveLayer(DynamicLayer):
+class ProgressiveLayer(_SelectingLayer):
     """Keys as `ProgressiveKeys`, values as they are.
 
     A decode step gets the keys as stored. A prefill gets its own as they came, and those before as stored.
@@ -143,6 +156,10 @@ class ProgressiveLayer(DynamicLayer):
         self.bits, self.length = bits, 0
         self.store: ProgressiveKeys | None = None
         super().__init__()
+
+    @property
+    def _held(self) -> ProgressiveKeys | None:
+        return self.store
 
     @property
     def keys(self) -> Tensor | None:
@@ -224,24 +241,6 @@ class ProgressiveLayer(DynamicLayer):
         """Forget everything."""
         super().reset()
         self.store, self.length = None, 0
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give each beam the cache of another.
-
-        Args:
-            beam_idx: int64 (batch,).
-        """
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence.
-
-        Args:
-            repeats: how many times.
-        """
-        if self.store is not None:
-            sequences = torch.arange(self.store.low.shape[0], device=self.device)
-            self.batch_select_indices(sequences.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep chosen sequences, in their order.
